@@ -137,12 +137,11 @@ class Distributed:
     def stop_reason(self, at_once: bool = True) -> str:
         """Returns the reason why all ranks must stop, "" if they need not.
 
-        Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". A part of
-        each agreement is the number of steps until the next one: the smallest that a rank proposes
-        from its own speed, at most twice the last, as the host can be ahead of the device. Without
-        a step in between, it stays. If steps become f times as slow, that takes f times
-        `AGREEMENT_S`. It travels on the device's backend, as on gloo it would cost a thousand ranks
-        tens of milliseconds.
+        Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". They also
+        agree on the number of steps until the next time: each rank proposes one by its own speed,
+        and the smallest counts. It is at most twice the last, as a host that is ahead of its device
+        takes steps for faster than they are. It travels on the device's backend, as on gloo it
+        would cost a thousand ranks tens of milliseconds.
         """
         if self.steps_since < self.steps_between and not at_once:
             return ""

@@ -39,14 +39,14 @@ SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shap
 warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
-def capture(steps: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
+def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
     """Captures training steps on a GPU, and returns what they are made of.
 
     Where that is not possible on all ranks, steps stay eager, and the note says why. Parameters,
     buffers and torch's generators stay as they are. Every rank calls it.
 
     Args:
-        steps: the `train.TrainingSteps` of the model itself, before DDP wraps it.
+        step_parts: the `train.StepParts` of the model itself, before DDP wraps it.
         state: the `TrainState` of that model.
         task: a `task.KnockoutTask`, whose dataset and loss are those of training.
         sampler: the `data_loader.StepSampler` of the training batches.
@@ -69,9 +69,9 @@ def capture(steps: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
             graphed, obstacle = try_to_capture(model, task, batches, padded)
     obstacle = next(filter(None, ddp.gather(obstacle)), "")  # a rank alone would be in other steps
     if obstacle:
-        return steps._replace(note=f"; no CUDA graphs, as {obstacle}")
-    update = GraphedUpdate(steps.update, state)
-    return steps._replace(model=graphed, dataset=dataset, update=update, note="; CUDA graphs")
+        return step_parts._replace(note=f"; no CUDA graphs, as {obstacle}")
+    update = GraphedUpdate(step_parts.update, state)
+    return step_parts._replace(model=graphed, dataset=dataset, update=update, note="; CUDA graphs")
 
 
 def obstacle_of_options(task: Any) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from errors import UserError
@@ -34,13 +35,14 @@ def compare_steps(
     if not made_with:
         return
     optim = folder.config.optim
-    is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
     epochs = changed.get("optim.epochs", optim.epochs)
     patience = changed.get("optim.patience", optim.patience)
-    was_trained = state.is_trained(epochs, patience, steps_per_epoch)
+    earlier = replace(optim, epochs=epochs, patience=patience)
+    was_trained = state.is_trained(earlier, steps_per_epoch)
     only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
     # A run that failed in its test, by code that was mended since, is tested.
     is_tested = (folder.path / "test.tsv").exists()
+    is_trained = state.is_trained(optim, steps_per_epoch)
     if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
         raise UserError(
             f"{checkpoint['file']} is trained to its end, step {state.step}, with {made_with}: "

@@ -100,11 +100,11 @@ class TrainState:
         if self.best is not None and self.best_model is None:
             self.best_model = state["model"]
 
-    def is_trained(self, epochs: int, patience: int, steps_per_epoch: int) -> bool:
-        """Returns whether no step is left with these options; a `patience` of 0 never ends."""
+    def is_trained(self, optim: Any, steps_per_epoch: int) -> bool:
+        """Returns whether no step is left with an `OptimConfig`; a patience of 0 never ends."""
         best_step = 0 if self.best is None else self.best["step"]
         epochs_since_best = self.epoch - best_step // steps_per_epoch
-        return self.epoch >= epochs or 0 < patience <= epochs_since_best
+        return self.epoch >= optim.epochs or 0 < optim.patience <= epochs_since_best
 
 
 def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:

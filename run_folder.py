@@ -153,10 +153,8 @@ class RunFolder:
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
         self.saved = {"step": state.step, "epoch": state.epoch}
-        optim = self.config.optim
         self.first_step = state.step
-        self.last_step = steps_per_epoch * optim.epochs
-        is_trained = state.is_trained(optim.epochs, optim.patience, steps_per_epoch)
+        self.last_step = steps_per_epoch * self.config.optim.epochs
         changes = optional("run_changes")
         with self.ddp.sync_errors():
             if self.ddp.rank == 0 and state.step > 0 and changes is not None:
@@ -164,7 +162,7 @@ class RunFolder:
         self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
         ranks = describe(self.ddp)
         with self.ddp.sync_errors():
-            self._start_files(state, ranks, is_trained)
+            self._start_files(state, ranks, steps_per_epoch)
             if self.ddp.rank == 0 and state.best is not None:
                 self._restore_best(checkpoint, state, steps_per_epoch)
 
@@ -221,10 +219,10 @@ class RunFolder:
         """Returns the paths of the step checkpoints, newest first."""
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
-    def _start_files(self, state: TrainState, ranks: str, is_trained: bool) -> None:
+    def _start_files(self, state: TrainState, ranks: str, steps_per_epoch: int) -> None:
         """Opens the other ranks' logs, and records configuration, environment and metrics.
 
-        A run that `is_trained` to its end keeps its test.tsv and what analyse.py made of it.
+        A run that is trained to its end keeps its test.tsv and what analyse.py made of it.
         """
         with explain_write_errors(self.path, UserError):
             if self.ddp.rank != 0:
@@ -233,7 +231,7 @@ class RunFolder:
                 return
             write_atomically(self.path / "config.yaml", [self.config.text()])
             write_atomically(self.path / "environment.txt", [environment(self.ddp.command, ranks)])
-            if not is_trained:
+            if not state.is_trained(self.config.optim, steps_per_epoch):
                 for name in ("test.tsv", "test.json", "test.svg"):  # of an earlier end
                     (self.path / name).unlink(missing_ok=True)
             self._open_metrics(state)

@@ -55,7 +55,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # bytes in the unit of ru_m
 MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
 
 
-class TrainingSteps(NamedTuple):
+class StepParts(NamedTuple):
     """What training steps are made of; CUDA graphs replace all of it."""
 
     model: nn.Module  # what a step calls: of several ranks, as DDP wraps it
@@ -101,21 +101,21 @@ def train(config: Config, ddp: Distributed) -> None:
 
         write_graph(folder, task.tables)
     ddp.stop_on_request(folder.path / "STOP")
-    steps = TrainingSteps(model, task.dataset, update_parameters)
+    step_parts = StepParts(model, task.dataset, update_parameters)
     if task.captures_steps:
         from model_graphs import capture
 
         # No loader may run yet: where another thread allocates memory while
         # torch.cuda.make_graphed_callables captures, the capture fails.
-        steps = capture(steps, state, task, sampler, ddp)
-    train_loader = make_loader(steps.dataset, sampler, config.data.workers, ddp.device)
+        step_parts = capture(step_parts, state, task, sampler, ddp)
+    train_loader = make_loader(step_parts.dataset, sampler, config.data.workers, ddp.device)
     if ddp.is_distributed:
         ddp_model = DistributedDataParallel(
-            ddp.prepare_for_ddp(steps.model), device_ids=ddp.device_ids, **config.ddp.options
+            ddp.prepare_for_ddp(step_parts.model), device_ids=ddp.device_ids, **config.ddp.options
         )
         order_buckets(ddp_model, task, ddp)
-        steps = steps._replace(model=ddp_model)
-    log_plan(task, model, steps, sampler, ddp)
+        step_parts = step_parts._replace(model=ddp_model)
+    log_plan(task, model, step_parts, sampler, ddp)
     folder.write_status("running")  # with all warnings so far
     try:
         if state.best is None:
@@ -123,10 +123,10 @@ def train(config: Config, ddp: Distributed) -> None:
             validate(task, state, folder, ddp, ends_epoch=False)
         folder.started_at = time.perf_counter()
         with folder.profile():
-            while not state.is_trained(optim.epochs, optim.patience, sampler.steps_per_epoch):
+            while not state.is_trained(optim, sampler.steps_per_epoch):
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
-                train_epoch(task, state, steps, folder, train_loader, ddp)
+                train_epoch(task, state, step_parts, folder, train_loader, ddp)
                 validate(task, state, folder, ddp, ends_epoch=True)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
@@ -138,7 +138,7 @@ def train(config: Config, ddp: Distributed) -> None:
 def train_epoch(
     task: KnockoutTask,
     state: TrainState,
-    steps: TrainingSteps,
+    step_parts: StepParts,
     folder: RunFolder,
     loader: DataLoader,
     ddp: Distributed,
@@ -162,7 +162,7 @@ def train_epoch(
         lr_factor = schedule(state.step, total_steps, optim)
         set_learning_rates(state.optimizer, lr_factor)
         rows = sampler.rows_in_step(step_in_epoch)
-        norm_and_scale = train_step(task, state, steps, batches, len(rows), meter, ddp)
+        norm_and_scale = train_step(task, state, step_parts, batches, len(rows), meter, ddp)
         meter.count(len(rows), task.dataset.total_weight(rows), norm_and_scale)
         state.step += 1
         folder.profile_step()
@@ -186,7 +186,7 @@ def train_epoch(
 def train_step(
     task: KnockoutTask,
     state: TrainState,
-    steps: TrainingSteps,
+    step_parts: StepParts,
     batches: Iterator[Data],
     num_rows: int,
     meter: "Meter",
@@ -198,7 +198,7 @@ def train_step(
     of the loss, [2].
     """
     optim = task.config.optim
-    ddp_model = steps.model
+    ddp_model = step_parts.model
     seed = seed_step(task.config.run.seed, state.step, ddp)
     # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
     # ranks.
@@ -217,7 +217,7 @@ def train_step(
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.add_loss(loss.detach())
     with ddp.phase("optimiser"):
-        return steps.update(state, optim.clip or math.inf)
+        return step_parts.update(state, optim.clip or math.inf)
 
 
 def update_parameters(state: TrainState, clip: float) -> Tensor:
@@ -405,7 +405,7 @@ def order_buckets(ddp_model: nn.Module, task: KnockoutTask, ddp: Distributed) ->
 def log_plan(
     task: KnockoutTask,
     model: nn.Module,
-    steps: TrainingSteps,
+    step_parts: StepParts,
     sampler: StepSampler,
     ddp: Distributed,
 ) -> None:
@@ -415,7 +415,7 @@ def log_plan(
     log.info(f"data      {task.summary()}")
     for note in task.notes():
         log.warning(f"note      {note}")
-    log.info(f"model     {num_parameters:,} parameters; {task.route}{steps.note}")
+    log.info(f"model     {num_parameters:,} parameters; {task.route}{step_parts.note}")
     log.info(
         f"batch     {config.data.batch_size} samples over {ddp.world_size} ranks "
         f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"

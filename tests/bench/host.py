@@ -27,7 +27,7 @@ from tests.bench import arguments, build_batch, milliseconds, report
 from tests.sets import tables_of
 from tests.tools.models import full_model
 from tests.tools.runs import task_of
-from train import Meter, TrainingSteps, train_step, update_parameters
+from train import Meter, StepParts, train_step, update_parameters
 
 NUM_NODES = 16
 NUM_RELATIONS = 9
@@ -76,7 +76,7 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     meter = Meter(task, ddp)
     weight = samples.score_weight(torch.arange(NUM_SAMPLES)).sum(dim=0)  # of each score
     batches = itertools.repeat(batch)
-    steps = TrainingSteps(model, task.dataset, update_parameters)
+    steps = StepParts(model, task.dataset, update_parameters)
 
     def step() -> None:
         norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, ddp)

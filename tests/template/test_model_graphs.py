@@ -40,7 +40,7 @@ from tests.template.fixtures import restored_modules
 from tests.tools import graphs
 from tests.tools.gpu_checks import small_tables
 from tests.tools.runs import series
-from train import TrainingSteps, update_parameters
+from train import StepParts, update_parameters
 
 CPU = torch.device("cpu")
 SIZE = 8  # of a batch
@@ -90,14 +90,14 @@ def sampler_of(task: KnockoutTask, accumulate: int = 1) -> StepSampler:
     return StepSampler(task.rows("train"), SIZE, accumulate, world_size=1, rank=0, seed=0)
 
 
-def steps_of(model: nn.Module, task: KnockoutTask) -> TrainingSteps:
+def steps_of(model: nn.Module, task: KnockoutTask) -> StepParts:
     return captured(model, task, sampler_of(task), Distributed(DDPConfig()))
 
 
 def captured(
     model: nn.Module, task: KnockoutTask, sampler: StepSampler, ddp: Distributed
-) -> TrainingSteps:
-    steps = TrainingSteps(model, task.dataset, update_parameters)
+) -> StepParts:
+    steps = StepParts(model, task.dataset, update_parameters)
     optimizer = build_optimizer(model, task.config.optim, ddp)
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
     return capture(steps, state, task, sampler, ddp)

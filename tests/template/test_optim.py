@@ -16,7 +16,7 @@ from run_checkpoint import TrainState
 from tests.syncs import CountSynchronisations
 from tests.template.fixtures import ON_ONE_AND_TWO
 from tests.tools.models import full_model
-from train import Meter, TrainingSteps, train_step, update_parameters
+from train import Meter, StepParts, train_step, update_parameters
 
 
 @pytest.mark.parametrize(("nproc", "factors"), [(0, "{embeding: 0.1}"), (2, "{a: 0, e: 0, o: 0}")])
@@ -91,7 +91,7 @@ def one_step(state: TrainState, x: list[float], optim: OptimConfig) -> torch.Ten
     ddp = Distributed(DDPConfig())
     meter = Meter(task, ddp)
     batches = iter([Data(x=torch.tensor([x]))])
-    steps = TrainingSteps(state.model, None, update_parameters)
+    steps = StepParts(state.model, None, update_parameters)
     with CountSynchronisations() as count:
         norm_and_scale = train_step(task, state, steps, batches, 1, meter, ddp)
         meter.count(1, torch.ones(1), norm_and_scale)

@@ -124,7 +124,7 @@ def compare_gradients(ddp: Distributed, accumulate: int) -> None:
     exchanges = []
     ddp_model.register_comm_hook(exchanges, counted_all_reduce)
     state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
-    steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
+    steps = train.StepParts(ddp_model, task.dataset, train.update_parameters)
     meter = train.Meter(task, ddp)
     rows = torch.arange(NUM_ROWS)
     sampler = StepSampler(rows, 8, accumulate, ddp.world_size, ddp.rank, seed=0)
@@ -171,7 +171,7 @@ def gradient_of_an_epoch(ddp: Distributed) -> None:
     ddp_model = wrap(model, ddp)
     bare = copy.deepcopy(model)
     state = TrainState(model, GradientKeeper(model), torch.amp.GradScaler("cpu", enabled=False))
-    steps = train.TrainingSteps(ddp_model, task.dataset, train.update_parameters)
+    steps = train.StepParts(ddp_model, task.dataset, train.update_parameters)
     meter = train.Meter(task, ddp)
     sampler = StepSampler(torch.arange(NUM_ROWS), 8, 2, ddp.world_size, ddp.rank, seed=0)
     batches = map(task.dataset.__getitems__, sampler)

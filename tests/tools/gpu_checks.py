@@ -40,7 +40,7 @@ from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables, write
 from tests.tools.faults import faults
 from tests.tools.parity import parity
 from tests.tools.runs import ROOT, difference, read_metrics
-from train import Meter, TrainingSteps, autocast, train_step, update_parameters
+from train import Meter, StepParts, autocast, train_step, update_parameters
 
 NUM_SAMPLES = 16  # of a batch
 NUM_STEPS = 10  # that must not wait
@@ -213,7 +213,7 @@ def ten_steps(
     # With the usual scale, fp16 would skip the first steps.
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=is_half)
     state = TrainState(model, optimizer, scaler)
-    steps = TrainingSteps(model, task.dataset, update_parameters)
+    steps = StepParts(model, task.dataset, update_parameters)
     meter = Meter(task, ddp)
     batch = first_batch(task)
     weight = batch.weight.double().sum(dim=0)  # of each score

@@ -45,7 +45,7 @@ from tests.tools.gpu_checks import (
 from tests.tools.parity import parameter_differences
 from train import (
     Meter,
-    TrainingSteps,
+    StepParts,
     autocast,
     train_step,
     update_parameters,
@@ -197,10 +197,10 @@ def captured(
     model: nn.Module,
     sampler: StepSampler,
     update: Callable[..., Tensor] = update_parameters,
-) -> tuple[TrainingSteps, TrainState]:
+) -> tuple[StepParts, TrainState]:
     """Returns the training steps of a model as train.py captures them, and their state."""
     state = state_of(task, model)
-    steps = TrainingSteps(model, task.dataset, update)
+    steps = StepParts(model, task.dataset, update)
     return capture(steps, state, task, sampler, rank_on(task.graph.device)), state
 
 
@@ -276,7 +276,7 @@ def steps_by_graphs(
             steps, state = captured(task, module, sampler)
             note = steps.note
         else:
-            steps = TrainingSteps(module, task.dataset, update_parameters)
+            steps = StepParts(module, task.dataset, update_parameters)
             state = state_of(task, module)
         speeds.append(steps_a_second(task, state, steps, sampler))
     by_graphs, eager = speeds
@@ -284,7 +284,7 @@ def steps_by_graphs(
 
 
 def steps_a_second(
-    task: KnockoutTask, state: TrainState, steps: TrainingSteps, sampler: StepSampler
+    task: KnockoutTask, state: TrainState, steps: StepParts, sampler: StepSampler
 ) -> float:
     ddp = rank_on(task.graph.device)
     batches = full_batches(steps.dataset, sampler, ddp.device)

@@ -83,7 +83,7 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     gpu.failed_captures(report, CPU, tmp_path)
     assert "refused: False" in capsys.readouterr().out
     report.only = "no graphs, "
-    silent = gpu_graphs.TrainingSteps(None, None, None)
+    silent = gpu_graphs.StepParts(None, None, None)
     monkeypatch.setattr(gpu_graphs, "capture", lambda *_: silent)
     gpu.graphs(report, CPU, tmp_path)
     assert report.num_wrong == 5 + len(gpu.REFUSALS)
