@@ -170,9 +170,9 @@ set_up_one_machine() { # whose name need not resolve
 }
 
 set_up_rendezvous() {
-  [ -f "$here/ddp_rendezvous.py" ] || die "NNODES=$NNODES needs $here/ddp_rendezvous.py, which is\
+  [ -f "$here/ddp_machines.py" ] || die "NNODES=$NNODES needs $here/ddp_machines.py, which is\
  not here: set NNODES=1, or start torchrun on each machine"
-  meeting=$("$python" "$here/ddp_rendezvous.py" "$NNODES" "${RDZV:-}" "${RDZV_TIMEOUT:-600}")
+  meeting=$("$python" "$here/ddp_machines.py" "$NNODES" "${RDZV:-}" "${RDZV_TIMEOUT:-600}")
   read -r interface own_address endpoint settings <<<"$meeting"
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
   export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # warnings print pages of C++ stack

@@ -112,6 +112,9 @@ PARTS = [
         ("ddp_threads.py",),
         loss="as many threads as torch and torchrun choose, and no notes on the machine",
     ),
-    Part("machines", ("ddp_rendezvous.py",), loss="one machine, or torchrun by hand on each"),
-    Part("preflight", ("ddp_preflight.py",), loss="no check of machines before a long run"),
+    Part(
+        "machines",
+        ("ddp_machines.py",),
+        loss="no check of machines before a long run; torchrun by hand on each of several",
+    ),
 ]

@@ -16,7 +16,7 @@ from tests.template import fixtures
 from tests.template.fixtures import MODULES, ROOT
 from tests.template.parts_list import PARTS
 
-COMMANDS = {"train", "predict", "analyse", "ddp_preflight"}
+COMMANDS = {"train", "predict", "analyse", "ddp_machines"}
 FAMILIES = {"ddp", "run"}  # whose members serve no module of that name
 PART_MODULES = {Path(file).stem for part in PARTS for file in part.files}
 CORE = set(MODULES) - PART_MODULES

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import HeteroData
 
 import ddp_ends
-import ddp_preflight
+import ddp_machines
 import ddp_setup
 import train
 from config import Config
@@ -393,10 +393,10 @@ def preflight_of_a_bad_machine(what: str) -> None:
         timeit.repeat = slow_once
     if what == "torch" and os.environ["RANK"] == "1":
         versions = ddp_setup.library_versions()
-        ddp_preflight.library_versions = lambda: {**versions, "torch": "1.0"}
+        ddp_machines.library_versions = lambda: {**versions, "torch": "1.0"}
     if what == "sum":
         Distributed.sum = lambda ddp, values: values
-    ddp_ends.end_process(ddp_setup.run(ddp_preflight.preflight, DDPConfig()))
+    ddp_ends.end_process(ddp_setup.run(ddp_machines.preflight, DDPConfig()))
 
 
 def options(ddp: Distributed) -> None:

@@ -383,7 +383,7 @@ class SpeedTables:
 
 # ---- Checks of programs --------------------------------------------------------------------------
 def preflight(runs: Runs) -> tuple[bool, str]:
-    status, output = runs.program(1, f"{ROOT}/ddp_preflight.py")
+    status, output = runs.program(1, f"{ROOT}/ddp_machines.py")
     for line in output.splitlines():
         if line.startswith("OK     all-reduce"):
             return status == 0, line
@@ -391,7 +391,7 @@ def preflight(runs: Runs) -> tuple[bool, str]:
 
 
 def two_ranks(runs: Runs) -> tuple[bool, str]:
-    status, output = runs.program(2, f"{ROOT}/ddp_preflight.py", CUDA_VISIBLE_DEVICES="0")
+    status, output = runs.program(2, f"{ROOT}/ddp_machines.py", CUDA_VISIBLE_DEVICES="0")
     is_refused = re.search(r"ranks (0 and 1|1 and 0) share a GPU", output) is not None
     return is_refused, f"exit status {status}"
 

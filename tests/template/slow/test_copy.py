@@ -20,7 +20,7 @@ def run_in_copy(command, tmp_path):
 
 
 def test_the_commands_work_without_the_tests(run_in_copy, tmp_path):
-    assert "OK     versions" in run_in_copy("ddp_preflight.py")
+    assert "OK     versions" in run_in_copy("ddp_machines.py")
     run_in_copy("train.py", *SMALL)
     status = json.loads((tmp_path / "runs/default/status.json").read_text())
     assert status["state"] == "finished"

@@ -136,10 +136,10 @@ def place(tmp_path) -> Path:
     """A folder with a copy of launch.sh, `place/copy`, and stand-ins, `place/bin`."""
     (tmp_path / "copy").mkdir()
     (tmp_path / "bin").mkdir()
-    for name in ("launch.sh", "ddp_rendezvous.py", "ddp_threads.py"):
-        shutil.copy(ROOT / name, tmp_path / "copy")
+    for path in (ROOT / "launch.sh", *ROOT.glob("ddp_*.py"), ROOT / "errors.py", ROOT / "parts.py"):
+        shutil.copy(path, tmp_path / "copy")
     answers = f"""case "$*" in
-      *ddp_rendezvous.py*) exec {sys.executable} "$@" ;;
+      *ddp_machines.py*) exec {sys.executable} "$@" ;;
       -c*) echo 0 ;;
       *ddp_threads.py*) echo 1 ;;
       *) echo "$*" ;;
@@ -178,7 +178,7 @@ def test_nproc_sets_the_number_of_processes(launch):
 
 def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(launch, place):
     """Without the first, torchrun sets one thread for each process."""
-    for name in ("ddp_threads", "ddp_rendezvous"):
+    for name in ("ddp_threads", "ddp_machines"):
         (place / f"copy/{name}.py").unlink()
     answers = 'case "$1" in -c) echo 0 ;; *) echo "[${OMP_NUM_THREADS:-}] $*" ;; esac'
     stand_in(place / "bin/python", answers)
@@ -186,7 +186,7 @@ def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(launch
     assert started.startswith("[] ") and "--standalone" in started
     refused = launch(NNODES="2")
     assert refused.returncode == 1 and refused.stdout == ""
-    assert f"NNODES=2 needs {place}/copy/ddp_rendezvous.py" in refused.stderr
+    assert f"NNODES=2 needs {place}/copy/ddp_machines.py" in refused.stderr
 
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
@@ -358,7 +358,7 @@ def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(
 
     for script in ("train", "predict", "analyse"):
         assert "usage: " in start(script, "--help")
-    assert "OK     versions" in start("ddp_preflight")
+    assert "OK     versions" in start("ddp_machines")
 
 
 def test_files_are_utf_8_where_the_locale_is_not(run, tables, tmp_path):

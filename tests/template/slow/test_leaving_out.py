@@ -34,8 +34,7 @@ WORDS = {
     "plots": ["plot", "svg"],
     "watchdog": ["watchdog"],
     "threads": ["ddp_threads"],
-    "machines": ["rendezvous"],
-    "preflight": ["preflight"],
+    "machines": ["ddp_machines", "preflight"],
 }
 WORDS["all"] = [word for words in WORDS.values() for word in words]
 # Where there is no model_reach.py, the first layer's sums are rounded in another order.

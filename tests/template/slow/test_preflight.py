@@ -27,7 +27,7 @@ SMALL = ["data.batch_size=16", "model.hidden=8"]
 
 @pytest.mark.parametrize("nproc", [0, 4])
 def test_preflight_of_a_good_machine(command, nproc):
-    result = command(nproc, "ddp_preflight.py", GLOO_SOCKET_IFNAME="lo").check()
+    result = command(nproc, "ddp_machines.py", GLOO_SOCKET_IFNAME="lo").check()
     _, *ranks = result.stdout.partition("OK     versions")[0].splitlines()
     # After the ranks, a note says so if other programs need the CPUs.
     hosts = [line.partition(", host ")[0] for line in ranks if not line.startswith("note ")]
@@ -44,7 +44,7 @@ def test_preflight_of_a_good_machine(command, nproc):
 def test_the_preflight_needs_no_tests(torchrun, tmp_path):
     for path in (*ROOT.glob("ddp_*.py"), ROOT / "errors.py", ROOT / "parts.py"):
         shutil.copy(path, tmp_path)
-    script = tmp_path / "ddp_preflight.py"
+    script = tmp_path / "ddp_machines.py"
     result = torchrun(2, script, PYTHONPATH="", GLOO_SOCKET_IFNAME="lo").check()
     assert "OK     all-reduce" in result.stdout
 

@@ -2,5 +2,5 @@
 
 
 def test_two_processes_find_each_other(launch):
-    output = launch(2, "ddp_preflight.py")
+    output = launch(2, "ddp_machines.py")
     assert "all-reduce" in output

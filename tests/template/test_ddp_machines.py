@@ -1,16 +1,13 @@
 """Where the torchruns of several machines meet: variables, routes, ports of other programs."""
 
 import contextlib
-import re
 import socket
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import ddp_rendezvous
-from ddp_rendezvous import check_variables, find_interface, find_meeting, wait_for_answer
+import ddp_machines
+from ddp_machines import check_variables, find_interface, find_meeting, wait_for_answer
 
 IS_TAKEN = "error: another program has the port of RDZV={}: set a free one on all machines"
 
@@ -39,7 +36,7 @@ def free_port(address: str) -> int:
 @pytest.fixture
 def interfaces(monkeypatch) -> None:
     """Names each address's interface after it."""
-    monkeypatch.setattr(ddp_rendezvous, "find_interface", "of {}".format)
+    monkeypatch.setattr(ddp_machines, "find_interface", "of {}".format)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +77,7 @@ def test_this_machine_is_the_host_at_its_own_address(interfaces):
 
 
 def test_a_name_that_means_a_loopback_address_stands_for_the_default_route(monkeypatch, interfaces):
-    monkeypatch.setattr(ddp_rendezvous, "resolve", lambda host: "127.0.1.1")
+    monkeypatch.setattr(ddp_machines, "resolve", lambda host: "127.0.1.1")
     port = free_port("127.0.1.1")
     address = own_address()
     found = find_meeting(f"me:{port}", 40)
@@ -89,17 +86,17 @@ def test_a_name_that_means_a_loopback_address_stands_for_the_default_route(monke
 
 
 def test_another_machine_is_waited_for(monkeypatch, interfaces):
-    monkeypatch.setattr(ddp_rendezvous, "source_of_route", lambda address: "10.0.0.2")
+    monkeypatch.setattr(ddp_machines, "source_of_route", lambda address: "10.0.0.2")
     answers = iter([False, True])
-    monkeypatch.setattr(ddp_rendezvous, "answers", lambda endpoint: next(answers))
+    monkeypatch.setattr(ddp_machines, "answers", lambda endpoint: next(answers))
     found = find_meeting("10.0.0.1:7", 40)
     settings = "join_timeout=40,last_call_timeout=3,is_host=0"
     assert found == ("of 10.0.0.2", "10.0.0.2", "10.0.0.1:7", settings)
 
 
 def test_a_machine_that_does_not_answer_is_an_error(monkeypatch):
-    monkeypatch.setattr(ddp_rendezvous, "source_of_route", lambda address: "10.0.0.2")
-    monkeypatch.setattr(ddp_rendezvous, "answers", lambda endpoint: False)
+    monkeypatch.setattr(ddp_machines, "source_of_route", lambda address: "10.0.0.2")
+    monkeypatch.setattr(ddp_machines, "answers", lambda endpoint: False)
     expected = r"^error: nothing answered at 10.0.0.1:7 \(RDZV\) for 0 s \(RDZV_TIMEOUT\): run the"
     with pytest.raises(SystemExit, match=expected):
         find_meeting("10.0.0.1:7", 0)
@@ -136,8 +133,3 @@ def test_an_address_has_an_interface():
     assert find_interface("127.0.0.1").startswith("lo")
     with pytest.raises(SystemExit, match=r"no network interface with the address 192.0.2.1"):
         find_interface("192.0.2.1")
-
-
-def test_the_module_needs_no_other_package():
-    imports = re.findall(r"^(?:import|from) (\w+)", Path(ddp_rendezvous.__file__).read_text(), re.M)
-    assert set(imports) <= set(sys.stdlib_module_names)
