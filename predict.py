@@ -45,10 +45,10 @@ from ddp_ends import end_process
 from ddp_setup import DDPConfig, Distributed, library_versions
 from errors import UserError
 from parts import optional
-from predict_ensemble import Ensemble, Run, read_run
-from predict_sets import (
+from predict_tables import (
     BEYOND,
     Chunk,
+    GrowingTable,
     Survey,
     is_beyond,
     read_sets,
@@ -56,9 +56,8 @@ from predict_sets import (
     survey_sets,
     unknown_nodes,
 )
-from predict_table import GrowingTable
+from predictor import Ensemble, Run, explainer_of, read_run
 from predictor import Predictor as Predictor  # for those who import it from here
-from predictor import explainer_of
 from run_progress import progress_bar
 from run_results import table_lines
 

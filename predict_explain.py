@@ -29,8 +29,7 @@ from evaluate import compute_rows, evaluation_batch_size
 from mask import SharedGraph
 from model import GlobalReadout, KnockoutGNN, KnockoutTerm, WildType
 from parts import optional
-from predict_ensemble import Ensemble
-from predict_sets import Chunk
+from predict_tables import Chunk
 from run_results import NUMBER
 
 POINTS = 32  # on the way from no change to the sum of changes
@@ -212,7 +211,7 @@ def name_contributions(
 
 
 class Explainer:
-    """Says what the predictions of an ensemble hang on.
+    """Says what the predictions of a `predictor.Ensemble` hang on.
 
     `explain` and `lines` are called on all ranks, which share the samples; what they return is the
     same on every rank.
@@ -220,7 +219,7 @@ class Explainer:
 
     columns = Contribution._fields
 
-    def __init__(self, ensemble: Ensemble):
+    def __init__(self, ensemble: Any):
         self.ensemble = ensemble
 
     def explain(self, samples: Tables, num_nodes: int) -> Iterator[list[list[Contribution]]]:

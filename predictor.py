@@ -1,35 +1,306 @@
-"""Predictions from Python: `Predictor`, the same for a script and a notebook.
+"""Trained runs that predict, one or several: `Predictor` from Python, `Ensemble` on all ranks.
 
-Shapes: n sets of knock-outs, T scores.
+Shapes: n samples or sets of knock-outs, B of them in a batch, T scores of C columns each.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from pathlib import Path
+from threading import RLock
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
 
+from config import Config, all_options, by_key, expand_path, override
+from data import KnockoutDataset
 from data_cells import Rows
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
+from evaluate import compute_rows, evaluation_batch_size, predict_rows
+from losses import LOSSES
+from mask import SharedGraph
 from parts import optional
-from predict_ensemble import Ensemble, read_run
-from predict_sets import Chunk, chunk_of, unknown_nodes
+from predict_tables import MOST, Chunk, chunk_of, read_graph, tables_of_graph, unknown_nodes
+from run_checkpoint import load_model, read_checkpoint
+from run_folder import read_status
+from task import KnockoutTask, make_dataset
 
+log = logging.getLogger("predictor")
+# The terms that a prediction is the sum of, in the order in which they are built: what is known
+# without the graph, the local readout, the features of pairs, and the knock-out pass.
+TERMS = ("without_graph", "local", "pairs", "knockout")
 SETS_AT_ONCE = 100_000
 
 
-class SetRows(Rows):
-    """Sets of a list as rows of a table, which errors name by their place in the list."""
+# ---- Runs ----------------------------------------------------------------------------------------
+@dataclass
+class Run:
+    """A trained run."""
 
-    def place(self, row: int) -> str:
-        return f"sets[{self.lines[row]}]"
+    checkpoint: dict[str, Any]
+    config: Config
+    graph: dict[str, Any]  # fields of `Tables`, of its graph.pt
+    trained: dict[str, Any]  # the `training_range`, of that too
+
+    @property
+    def file(self) -> str:
+        return self.checkpoint["file"]
 
 
+def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """Returns a run, given its folder, of which best.pt predicts, or a checkpoint file.
+
+    Its options are its own but for `overrides`. Raises `UserError`.
+    """
+    path = Path(expand_path(str(run)))
+    if path.is_dir():
+        state = read_status(path).get("state")
+        if state not in ("finished", None):
+            log.warning(f"note      {path} is {state}: its best model so far predicts")
+        path = path / "checkpoints" / "best.pt"
+    checkpoint = read_checkpoint(path)
+    graph = read_graph(path)
+    of_graph = graph.pop("graph", None)
+    trained = graph.pop("trained", None)
+    lacking = {"graph", "basis", "pair_features"} - checkpoint.keys()
+    if lacking or trained is None or not graph.keys() <= {field.name for field in fields(Tables)}:
+        raise UserError(f"{path} is of another version of the template: predict with that one")
+    if of_graph != checkpoint["graph"]:
+        raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
+    return Run(checkpoint, options_of_run(checkpoint, overrides), graph, trained)
+
+
+def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """Returns the options of a checkpoint, overridden by those of the command line.
+
+    Raises `UserError` for a wrong one, and for one that this code has not, unless it is among the
+    checkpoint's `free_options`.
+    """
+    options = by_key(checkpoint["config"])
+    unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
+    if unknown:
+        raise UserError(
+            f"{checkpoint['file']} was made with the option {min(unknown)}, which is unknown here: "
+            "use the version of the code that made it, or train again"
+        )
+    return override(options, overrides, [checkpoint["file"]])
+
+
+def note_other_code(run: Run) -> None:
+    """Logs which code of a run was another than that of this process."""
+    changes = optional("run_changes")
+    if changes is None:
+        return
+    code = changes.code_digests()
+    of_run = code.keys() & run.checkpoint.get("code", code).keys()  # a notebook loads more
+    edited = changes.other_code(run.checkpoint, {file: code[file] for file in of_run})
+    if edited:
+        log.warning(f"note      {run.file} was trained with {edited}")
+
+
+def check_same(first: Run, run: Run) -> None:
+    """Raises `UserError` if two runs do not predict the same scores on the same graph."""
+    if Path(run.file).resolve() == Path(first.file).resolve():
+        raise UserError(f"{run.file} is named twice: name each run once")
+    if list(run.graph["targets"]) != list(first.graph["targets"]):
+        raise UserError(f"{run.file} has other scores than {first.file}")
+    if run.checkpoint["graph"] != first.checkpoint["graph"]:
+        raise UserError(f"{run.file} was trained on another graph than {first.file}")
+    loss = run.config.optim.loss
+    if loss != first.config.optim.loss:
+        raise UserError(
+            f"{run.file} was trained with optim.loss={loss}, {first.file} with "
+            f"{first.config.optim.loss}"
+        )
+
+
+def task_of_run(
+    config: Config, checkpoint: dict[str, Any], tables: Tables, graph: SharedGraph
+) -> KnockoutTask:
+    """Returns the task in which a run's model predicts, of tables that have no samples yet."""
+    criterion = LOSSES[config.optim.loss](checkpoint["mean"], checkpoint["std"])
+    return KnockoutTask(
+        config=config,
+        tables=tables,
+        fingerprint=checkpoint["data"],
+        graph=graph,
+        criterion=criterion.to(graph.device),
+        dataset=KnockoutDataset(tables, graph.degree),
+        route="",
+        basis=checkpoint["basis"],
+    )
+
+
+def predict_parts(
+    model: nn.Module, task: KnockoutTask, names: Sequence[str], batch: Data
+) -> Tensor:
+    """Returns the output for a batch and, behind it, its named parts, float64 [B, T, C + parts].
+
+    The parts are of the first column, in the units of the scores or of what the loss links, such as
+    logits. What is known without the graph, the first, has the mean of the scores in it; those that
+    the model does not have are 0.
+    """
+    parts = model.parts(task.graph, batch)
+    output = sum(parts.values())
+    none = torch.zeros_like(output)
+    columns = []
+    for name in names:
+        part = task.by_score(parts.get(name, none), batch)
+        columns.append(task.criterion.std * part[:, :, 0])
+    columns[0] = task.criterion.mean + columns[0]
+    return torch.cat([task.by_score(output, batch), torch.stack(columns, dim=2)], dim=2)
+
+
+# ---- On all ranks --------------------------------------------------------------------------------
+class Ensemble:
+    """Trained models of one graph and of the same scores, which predict the same samples.
+
+    `predict` is called on all ranks, which share the samples; what it returns is the same on every
+    rank.
+
+    Args:
+        runs: one or more.
+        ddp: the ranks.
+
+    Raises:
+        UserError: a run does not go with the first.
+    """
+
+    def __init__(self, runs: Sequence[Run], ddp: Distributed):
+        first = runs[0]
+        for run in runs[1:]:
+            check_same(first, run)
+        self.ddp = ddp
+        self.tables = tables_of_graph(first.graph)
+        dtypes = [run.config.optim.dtype for run in runs]
+        dtype = max(dtypes, key=lambda dtype: dtype.itemsize)  # all models predict in the widest
+        self.graph = SharedGraph(self.tables.graph()).to(ddp.device, dtype)
+        self.files = [run.file for run in runs]
+        self.tasks = []
+        self.models = []
+        for run in runs:
+            task = task_of_run(run.config, run.checkpoint, self.tables, self.graph)
+            model = task.build_model()
+            load_model(model, run.checkpoint)
+            self.tasks.append(task)
+            self.models.append(model.to(ddp.device, dtype).eval())
+            note_other_code(run)
+        self.is_planned = False
+        self.lock = RLock()  # planners and masks have memory of their own
+
+    @property
+    def parts(self) -> list[str]:
+        """The name of each part of a prediction: `TERMS`, and further ones of the models."""
+        names = list(TERMS)
+        for model in self.models:
+            names += [name for name in getattr(model, "terms", ()) if name not in names]
+        return names
+
+    @property
+    def targets(self) -> list[str]:
+        """The name of each target."""
+        return list(self.tables.targets)
+
+    def names(self, with_parts: bool = False) -> list[str]:
+        """Returns the names of what is predicted of each target, `prediction` first."""
+        criterion = self.tasks[0].criterion.to("cpu")
+        a_row = torch.zeros(1, len(self.targets), len(criterion.columns))
+        names = list(self._together([criterion.predictions(a_row) for _ in self.models]))
+        if with_parts:
+            names += [criterion.link] if criterion.link else []
+            names += self.parts
+        return names
+
+    def columns(self, with_parts: bool = False) -> list[str]:
+        """Returns the names of the columns that are predicted, one target after another."""
+        names = self.names(with_parts)
+        if len(self.targets) == 1:
+            return names
+        columns = []
+        for target in self.targets:
+            columns.append(target)
+            columns += [f"{target}_{name}" for name in names[1:]]
+        return columns
+
+    def predict(self, samples: Tables, with_parts: bool = False) -> Tensor:
+        """Returns `names` of n samples on the graph `self.tables`, float64 [n, T, names].
+
+        They are what the models' losses predict `together` and the mean of the models' parts.
+        """
+        if not len(samples.y):
+            num_names = len(self.names(with_parts))
+            return torch.empty(0, len(self.targets), num_names, dtype=torch.float64)
+        with self.lock:
+            of_models = self._predict_by_model(samples, with_parts)
+        predictions, parts = zip(*of_models, strict=True)
+        columns = list(self._together(predictions).values())
+        if with_parts:
+            mean_parts = torch.stack(parts).mean(dim=0)
+            if self.tasks[0].criterion.link:
+                columns.append(mean_parts.sum(dim=2))
+            columns += mean_parts.unbind(2)
+        return torch.stack(columns, dim=2)
+
+    def _together(self, predictions: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns the predictions of all models together, [n, T] each, by name."""
+        of_models = {}
+        for name in predictions[0]:
+            of_models[name] = torch.stack([of_model[name] for of_model in predictions])
+        return self.tasks[0].criterion.together(of_models)
+
+    def _predict_by_model(
+        self, samples: Tables, with_parts: bool
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """Returns `predictions` of each model, and their parts, float64 [n, T, parts, or 0]."""
+        if not self.is_planned:
+            self.plan(samples)
+        rows = torch.arange(len(samples.y))
+        of_models = []
+        for task, model in zip(self.tasks, self.models, strict=True):
+            task = task.with_samples(samples)
+            criterion = task.criterion.to("cpu")
+            num_columns = len(criterion.columns)
+            if with_parts:
+                names = self.parts
+                function = partial(predict_parts, model, task, names)
+                size = evaluation_batch_size(task)
+                shape = (len(self.targets), num_columns + len(names))
+                values = compute_rows(function, task.dataset, rows, size, shape, self.ddp)
+            else:
+                values = predict_rows(model, task, rows, self.ddp)
+            output, parts = values.tensor_split([num_columns], dim=2)
+            of_models.append((criterion.predictions(output), parts))
+        return of_models
+
+    def plan(self, samples: Tables) -> None:
+        """Chooses how each model passes messages, for samples such as these, at least one."""
+        for task, model in zip(self.tasks, self.models, strict=True):
+            task.dataset, task.route = make_dataset(samples, self.graph, task.config)
+            task.check_plan(model)
+        self.is_planned = True
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows are predicted, and then written, at once: some seconds of work."""
+        return min(MOST, 4 * evaluation_batch_size(self.tasks[0]))
+
+    def check_parts(self) -> None:
+        """Raises `UserError` if a model does not say what its predictions are the sums of."""
+        for model, file in zip(self.models, self.files, strict=True):
+            if not hasattr(model, "parts"):
+                raise UserError(
+                    f"the model of {file} has no parts: give it a method as `KnockoutGNN.parts`"
+                )
+
+
+# ---- From Python ---------------------------------------------------------------------------------
 def texts_of(sets: Iterable[str]) -> list[str]:
     """Returns sets of knock-outs as a list; raises `UserError` if they are not several texts."""
     if isinstance(sets, str):
@@ -55,6 +326,13 @@ class Prediction(NamedTuple):
     mean: np.ndarray  # float64 [n, T]; of binary scores, the probability of 1; nan if not known
     sd: np.ndarray | None  # float64 [n, T], over several runs, or what the loss predicts as `sd`
     targets: list[str]  # name of each score
+
+
+class SetRows(Rows):
+    """Sets of a list as rows of a table, which errors name by their place in the list."""
+
+    def place(self, row: int) -> str:
+        return f"sets[{self.lines[row]}]"
 
 
 class Predictor:

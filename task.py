@@ -134,7 +134,7 @@ class KnockoutTask:
         terms = model.terms
         hidden = options.hidden
         if options.start == "baseline" and options.readout != "global":
-            from baseline_term import baseline_term  # a part, which need not be here
+            from baseline import baseline_term  # a part, which need not be here
 
             terms["without_graph"] = baseline_term(self)
         if options.has_local:

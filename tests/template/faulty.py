@@ -31,13 +31,13 @@ import ddp_setup
 import metrics
 import optim
 import parts
-import predict_ensemble
+import predictor
 import run_checkpoint
 import task
 import train
 from data import DataConfig, KnockoutDataset
 from optim import OptimConfig
-from predict_table import GrowingTable
+from predict_tables import GrowingTable
 from run_folder import RunFolder
 from task import KnockoutTask
 
@@ -253,7 +253,7 @@ def fill_disk_in_prediction() -> None:
 
 def predict_at_once(num_rows: str) -> None:
     """So many rows are predicted, and written, at once."""
-    predict_ensemble.MOST = int(num_rows)
+    predictor.MOST = int(num_rows)
 
 
 def die_after_appends(number: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from data import DataConfig, KnockoutDataset, random_split
 from data_tables import Tables
 from mask import SharedGraph
-from predict_sets import read_sets
+from predict_tables import read_sets
 from task import KnockoutTask
 from tests.sets import tables_of
 from tests.template.fixtures import write_table

@@ -12,10 +12,9 @@ from torch_geometric.utils import scatter
 
 import baseline
 import baseline_combination
-from baseline import additive_baseline, fit_baseline, third_of_sets
+from baseline import BaselineReadout, additive_baseline, fit_baseline, third_of_sets
 from baseline_combination import least_squares, non_negative, share_of_largest
 from baseline_ridge import Doses
-from baseline_term import BaselineReadout
 from config import Config
 from data import DataConfig, KnockoutDataset, training_mean_and_std
 from data_tables import Tables

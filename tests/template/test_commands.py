@@ -28,7 +28,7 @@ import ddp_threads
 import predict
 import train
 from ddp_ends import StopRequest
-from predict_table import GrowingTable
+from predict_tables import GrowingTable
 from task import KnockoutTask
 from tests.template.fixtures import DEFAULTS, ROOT, SMALL, write_defaults
 from tests.tools.runs import difference

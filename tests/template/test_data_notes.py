@@ -28,7 +28,7 @@ from data_notes import (
 from data_tables import read_tables
 from errors import DataError
 from model import ModelConfig
-from predict_sets import read_sets, unknown_nodes
+from predict_tables import read_sets, unknown_nodes
 from tests.sets import tables_of
 from tests.template.fixtures import ROOT, write_table
 from tests.template.results import normal

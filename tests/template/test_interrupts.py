@@ -13,12 +13,11 @@ import torch
 from torch_geometric.data import HeteroData
 
 import evaluate
-import predict_ensemble
 import predict_explain
 from evaluate import compute_rows
 from mask import EdgeMasks, SharedGraph
 from predict import Predictor
-from predict_ensemble import Ensemble, read_run
+from predictor import Ensemble, read_run
 from tests.loops import graph_of_9_nodes, make_batch
 from tests.template.fixtures import ROOT
 from tests.template.small_graph import SETS as DELETIONS
@@ -162,7 +161,7 @@ def test_predictions_beside_explanations_in_other_threads_are_the_same(
         return compute_rows(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(predict_ensemble, "compute_rows", compute_alone)
+        patch.setattr("predictor.compute_rows", compute_alone)
         patch.setattr(predict_explain, "compute_rows", compute_alone)
         patch.setattr(evaluate, "compute_rows", compute_alone)
         assert all_of(predictor) == expected

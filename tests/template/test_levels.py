@@ -29,7 +29,7 @@ from mask import SharedGraph, doses
 from metrics import pearson
 from model import KnockoutGNN, ModelConfig
 from model_reach import ReachPlanner
-from predict_sets import read_sets
+from predict_tables import read_sets
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.sets import pack_levels, tables_of

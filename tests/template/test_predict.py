@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import predict_ensemble
-import predict_sets
+import predict_tables
 from data import DataConfig, KnockoutDataset, load
 from data_cells import Rows
 from data_tables import OF_GRAPH, Tables
@@ -23,9 +22,7 @@ from errors import UserError
 from mask import SharedGraph
 from model import ModelConfig
 from predict import Predictor, read_settings
-from predict_graph import fields_of_graph, tables_of_graph
-from predict_sets import Chunk
-from predict_table import GrowingTable
+from predict_tables import Chunk, GrowingTable, fields_of_graph, tables_of_graph
 from task import make_dataset
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of
@@ -507,7 +504,7 @@ def test_the_first_samples_choose_how_messages_are_passed(members, tmp_path, mon
         planned.append(len(samples.y))
         return make_dataset(samples, *arguments)
 
-    monkeypatch.setattr(predict_ensemble, "make_dataset", plan)
+    monkeypatch.setattr("predictor.make_dataset", plan)
     for sets in ([], ["Y01", "Y02"], ["Y03"]):
         predictor.predict(sets)
     assert planned == [2] * len(members)
@@ -528,7 +525,7 @@ def test_cells_of_further_columns_may_be_numbers(members, tmp_path, monkeypatch)
 
     def chunk_of(rows: Rows, tables: Tables) -> Chunk:
         read.append(rows.numbers("dose").tolist())
-        return predict_sets.chunk_of(rows, tables)
+        return predict_tables.chunk_of(rows, tables)
 
     monkeypatch.setattr("predictor.chunk_of", chunk_of)
     for doses in ([25.0, math.nan], np.array([25.0, np.nan]), ("25", None)):
@@ -543,10 +540,10 @@ def test_a_field_of_rows_that_is_not_read_is_missing_and_not_that_of_other_rows(
 
     small = synthetic_tables(PRESETS["small"])
     tables = Warmed(**vars(small), temperature=torch.arange(len(small.y)))
-    monkeypatch.setattr("predict_graph.Tables", Warmed)
+    monkeypatch.setattr("predict_tables.Tables", Warmed)
     of_run = tables_of_graph(fields_of_graph(tables))
     rows = Rows("new.tsv", [2], {"genes": [small.genes[0]]})
-    assert predict_sets.chunk_of(rows, of_run).samples.temperature is None
+    assert predict_tables.chunk_of(rows, of_run).samples.temperature is None
     assert tables.fingerprint(OF_GRAPH) == small.fingerprint(OF_GRAPH)
 
 

@@ -13,7 +13,6 @@ from mask import SharedGraph
 from model import KnockoutGNN
 from model_pairs import PairTerm, pair_index, pair_names
 from predict import Predictor
-from predict_ensemble import TERMS
 from predict_explain import (
     changes_of_samples,
     contributions,
@@ -21,6 +20,7 @@ from predict_explain import (
     largest_changes,
 )
 from predict_pairs import LargestPairs, has_pairs, largest_pairs, name_pairs
+from predictor import TERMS
 from tests.template.fixtures import write_table
 from tests.template.small_model import (
     NUM_NODES,

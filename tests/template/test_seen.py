@@ -16,7 +16,7 @@ from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
 from metrics import pearson
-from predict_sets import read_sets
+from predict_tables import read_sets
 from task import KnockoutTask
 from tests.sets import tables_of
 from tests.template.fixtures import write_table

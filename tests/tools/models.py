@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from baseline import Baseline
-from baseline_term import BaselineReadout, WithoutGraph
+from baseline import Baseline, BaselineReadout, WithoutGraph
 from data import training_mean_and_std
 from data_tables import Tables
 from mask import LINEAR

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 import predict
-import predict_ensemble
+import predictor
 from config import Config
 from ddp_setup import Distributed
 from errors import UserError
@@ -70,11 +70,9 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
     elif program == "predict.py":
         saved = dataclasses.asdict(Config())
         hashes = {"graph": "0", "basis": None, "pair_features": []}
+        monkeypatch.setattr(predictor, "read_graph", lambda path: {"graph": "0", "trained": {}})
         monkeypatch.setattr(
-            predict_ensemble, "read_graph", lambda path: {"graph": "0", "trained": {}}
-        )
-        monkeypatch.setattr(
-            predict_ensemble,
+            predictor,
             "read_checkpoint",
             lambda path: {"config": saved, "file": str(path), **hashes},
         )
@@ -236,7 +234,7 @@ def has_name(owner: Any, name: str) -> bool:
 
 def test_the_names_that_commands_use_of_a_task_are_those_on_the_page():
     page = (ROOT / "docs/adapting.md").read_text()
-    for script in ("train.py", "evaluate.py", "predict_ensemble.py"):
+    for script in ("train.py", "evaluate.py", "predictor.py"):
         rows = re.findall(rf"^\| `{script}` \| (`[a-z].*) \|$", page, re.M)
         listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
         text = TEXTS[ROOT / script]

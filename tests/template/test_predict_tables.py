@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from predict_graph import training_range
-from predict_sets import is_beyond
+from predict_tables import is_beyond, training_range
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
 

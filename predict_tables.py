@@ -1,0 +1,364 @@
+"""What predictions are made of and written to: a run's graph, the sets to predict, a growing table.
+
+The file graph.pt of a run is, with a checkpoint, all that a prediction needs. It has the fields of
+`Tables` that are `OF_GRAPH`, as `graph` their hash, and as `trained` the `training_range`. Sets of
+knock-outs are the rows of a table, or all of some size; they are read, or listed, some at once, so
+that millions take little memory. What is predicted is written for hours, and goes on where a kill
+interrupted it.
+"""
+
+import contextlib
+import glob
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter
+
+from data_cells import Rows, read_header, read_rows, split_level
+from data_tables import OF_GRAPH, Tables, checked_sets, pack
+from ddp_setup import Distributed
+from errors import UserError
+from parts import optional
+from run_checkpoint import explain_write_errors, lock_file, save_atomically
+from run_folder import RunFolder
+
+# What makes a row an extrapolation.
+BEYOND = (
+    "nodes that no training row knocks out",
+    "levels outside those of training",
+    "more nodes than any training row",
+)
+SET_SIZES = {"all-singles": 1, "all-pairs": 2}
+MOST = 16_384  # rows at once
+
+
+# ---- The graph of a run --------------------------------------------------------------------------
+def write_graph(folder: RunFolder, tables: Tables) -> None:
+    """Writes the graph of a run's tables into its folder; raises `UserError` on all ranks."""
+    path = folder.path / "graph.pt"
+    with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
+        if folder.ddp.rank == 0:
+            content = {"graph": folder.origin.graph, "trained": training_range(tables)}
+            save_atomically(path, {**content, **fields_of_graph(tables)})
+
+
+def fields_of_graph(tables: Tables) -> dict[str, Any]:
+    """Returns the fields that are `OF_GRAPH`, the edges in a third of their bytes."""
+    fields = {name: getattr(tables, name) for name in OF_GRAPH}
+    fields["edge_index"] = tables.edge_index.int()
+    dtype = torch.uint8 if len(tables.relations) < 256 else torch.int
+    fields["edge_type"] = tables.edge_type.to(dtype)
+    if (tables.edge_weight == 1).all():
+        fields["edge_weight"] = None
+    return fields
+
+
+def training_range(tables: Tables) -> dict[str, Any]:
+    """Returns the range of the training rows with a score; predictions beyond extrapolate.
+
+    `seen`, bool [N], says which nodes they knock out, `lowest` and `highest` are the extreme
+    levels, and `largest` is the number of nodes in the largest set. Level 1 is always among the
+    levels: it is that of intact nodes.
+    """
+    is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
+    level = tables.level[is_trained[tables.sample()]]
+    level = torch.cat([level.new_ones(1), level])
+    size = tables.perturbed_ptr.diff() * is_trained
+    trained = {"lowest": level.min().item(), "highest": level.max().item()}
+    return {**trained, "largest": size.max().item(), "seen": tables.is_seen().any(dim=1)}
+
+
+def read_graph(checkpoint: Path) -> dict[str, Any]:
+    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        path = folder / "graph.pt"
+        if path.exists():
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # a damaged file fails in many ways
+                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
+    raise UserError(
+        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
+        "writes it, too"
+    )
+
+
+def tables_of_graph(fields: dict[str, Any]) -> Tables:
+    """Returns tables without samples, given `fields_of_graph`."""
+    no_samples = {
+        "perturbed": torch.empty(0, dtype=torch.long),
+        "perturbed_ptr": torch.zeros(1, dtype=torch.long),
+        "y": torch.empty(0, len(fields["targets"]), dtype=torch.float64),
+        "split": torch.empty(0, dtype=torch.int8),
+    }
+    tables = Tables(**fields, **no_samples)
+    tables.edge_index = tables.edge_index.long()
+    tables.edge_type = tables.edge_type.long()
+    return tables
+
+
+# ---- Sets to predict -----------------------------------------------------------------------------
+@dataclass
+class Chunk:
+    """Some consecutive rows of a table to predict."""
+
+    sets: Sequence[str]  # their cells of the column `genes`
+    is_known: Tensor  # which of them have only nodes of the graph, bool [n]
+    samples: Tables  # these, on the graph
+    unknown: list[str]  # names that are no nodes of the graph, each once
+
+
+@dataclass
+class Survey:
+    """What a table to predict has."""
+
+    num_rows: int
+    num_known: int  # rows with nodes of the graph only
+    unknown: list[str]  # names that are no nodes of the graph, each once
+    notes: list[str]  # sentences for the log on how the file was read
+
+
+def survey_sets(
+    path: str, tables: Tables, first: int = 0, last: int = sys.maxsize, has_bar: bool = False
+) -> Survey:
+    """Reads all that `read_sets` will, so that no error comes after hours of predictions.
+
+    A bar, if asked for, shows how much is read. Raises `DataError`, and `UserError` if there are no
+    rows from `first` to `last`.
+    """
+    size, _ = screen(path)
+    if size:
+        num_rows = math.comb(len(screened_nodes(tables)), size)
+        num_rows = min(num_rows, last) - first
+        survey = Survey(num_rows, num_rows, [], [])
+    else:
+        survey = Survey(0, 0, [], [])
+        unknown = {}  # names, in their order
+        for chunk in read_sets(path, tables, first, last, MOST, survey.notes, has_bar):
+            survey.num_rows += len(chunk.sets)
+            survey.num_known += len(chunk.samples.y)
+            unknown |= dict.fromkeys(chunk.unknown)
+        survey.unknown = list(unknown)
+    if survey.num_rows < 1:
+        raise UserError(f"{path} has no row {first}: its rows are counted from 0")
+    return survey
+
+
+def read_sets(
+    path: str,
+    tables: Tables,
+    first: int = 0,
+    last: int = sys.maxsize,
+    most: int = MOST,
+    notes: list[str] | None = None,
+    has_bar: bool = False,
+) -> Iterator[Chunk]:
+    """Yields the rows of a table from `first` to `last` - 1, up to `most` at once.
+
+    They are counted from 0. The graph is that of `tables`. Adds to `notes` how the file was read.
+    Raises `DataError`.
+    """
+    size, level = screen(path)
+    if size:
+        yield from all_sets(tables, size, level, first, last, most)
+        return
+    header = read_header(path, [] if notes is None else notes, ("genes",))
+    end = 0  # of the rows so far
+    for rows in read_rows(path, header, skip_blank=False, has_bar=has_bar):
+        begin = end
+        end += len(rows.lines)
+        start = max(first, begin)
+        while start < min(last, end):
+            stop = min(start + most, last, end)
+            yield chunk_of(rows.select(start - begin, stop - begin), tables)
+            start = stop
+        if end >= last:
+            return
+
+
+def screen(path: str) -> tuple[int, float]:
+    """Returns the number of nodes in each set of a screen, 0 for a table, and their level.
+
+    Raises `UserError` for a wrong level.
+    """
+    kind, _, _ = path.partition("=")
+    if kind not in SET_SIZES:
+        return 0, 0.0
+    _, level = split_level(path, node_names=())
+    if math.isnan(level):
+        raise UserError(f"{path} has no level from 0 to 10,000")
+    return SET_SIZES[kind], level
+
+
+def screened_nodes(tables: Tables) -> Sequence[int]:
+    """Returns the nodes that a screen knocks out."""
+    return range(len(tables.genes))
+
+
+def chunk_of(rows: Rows, tables: Tables) -> Chunk:
+    """Returns rows of a table to predict, with `tables` as their graph.
+
+    Whatever else a batch is made of must be read here, too. Raises `DataError`.
+    """
+    node_number = {gene: node for node, gene in enumerate(tables.genes)}
+    row, name, names, level = checked_sets(rows, node_number)
+    numbers = [node_number.get(name, -1) for name in names]
+    node = torch.tensor(numbers, dtype=torch.long)[name]
+    is_known = torch.ones(len(rows.lines), dtype=torch.bool)
+    is_known[row[node < 0]] = False
+    num_known = int(is_known.sum())
+    number_of_row = is_known.cumsum(0) - 1
+    chosen = is_known[row]
+    samples = make_samples(
+        tables, number_of_row[row[chosen]], node[chosen], level[chosen], num_known
+    )
+    unknown = [name for name in names if name not in node_number]
+    return Chunk(rows.cells["genes"], is_known, samples, unknown)
+
+
+def all_sets(
+    tables: Tables, size: int, level: float, first: int, last: int, most: int
+) -> Iterator[Chunk]:
+    """Yields all sets of `size` nodes, each at the level, from `first` to `last` - 1."""
+    num_nodes = len(tables.genes)
+    level_of_each = torch.full((num_nodes,), level, dtype=torch.float64)
+    names = list(tables.names(torch.arange(num_nodes), level_of_each))
+    sets = islice(combinations(screened_nodes(tables), size), first, last)
+    while some_sets := list(islice(sets, most)):
+        nodes = torch.tensor(some_sets)
+        row = torch.arange(len(nodes)).repeat_interleave(size)
+        levels = torch.full((nodes.numel(),), level, dtype=torch.float64)
+        samples = make_samples(tables, row, nodes.flatten(), levels, len(nodes))
+        cells = [",".join(names[node] for node in one_set) for one_set in some_sets]
+        yield Chunk(cells, torch.ones(len(nodes), dtype=torch.bool), samples, [])
+
+
+def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
+    """Returns whether samples are `BEYOND` a `training_range` in each way, bool [3, n]."""
+    level = samples.level
+    is_outside = (level < trained["lowest"]) | (level > trained["highest"])
+    of_nodes = torch.stack([~trained["seen"][samples.perturbed], is_outside])
+    of_samples = scatter(of_nodes.int(), samples.sample(), dim=1, dim_size=len(samples.y)) > 0
+    is_larger = samples.perturbed_ptr.diff() > trained["largest"]
+    return torch.cat([of_samples, is_larger.unsqueeze(0)])
+
+
+def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> Tables:
+    """Returns rows without scores on the graph of `tables`, given those of each perturbed node."""
+    y = tables.y.new_full((num_rows, len(tables.targets)), math.nan)
+    perturbations = pack(row, node, level, num_rows)
+    return replace(tables, **perturbations, y=y, split=None, weight=None, sd=None)
+
+
+def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
+    """Returns a sentence that names up to ten nodes that the graph does not have."""
+    named = f"{', '.join(names[:10]):.500}"
+    data_notes = optional("data_notes")
+    if data_notes:
+        named = data_notes.some_names(names, data_notes.meanings(names, tables.genes))
+    return f"{len(names)} nodes are not in the graph: {named}"
+
+
+# ---- A growing table -----------------------------------------------------------------------------
+class GrowingTable:
+    """A file whose lines stand in `<path>.<key>.partial` until all of them are written.
+
+    The next process with the same key, a hash of all that the lines follow from, goes on after the
+    last whole row. All ranks make it and call its methods, and rank 0 writes. Raises `UserError` on
+    every rank if the file cannot be written, another process writes it, or one that was begun with
+    another key is in the way.
+    """
+
+    def __init__(self, path: Path, header: str, key: str, lines_per_row: int, ddp: Distributed):
+        self.path = path
+        self.partial = Path(f"{path}.{key}.partial")
+        self.header = header
+        self.ddp = ddp
+        self.num_rows = 0
+        self.is_finished = False
+        with self._shared_errors():
+            if ddp.rank == 0:
+                self._check_others()
+                self.file = self._lock_partial()
+                self.num_rows = self._cut_to_whole_rows(lines_per_row)
+        self.num_rows = ddp.broadcast(self.num_rows)
+
+    def append(self, lines: Iterable[str], num_rows: int) -> None:
+        """Writes rows, whose lines have their ends; raises `UserError` on every rank."""
+        with self._shared_errors():
+            if self.ddp.rank == 0:
+                if not self.num_rows:
+                    self.file.write(self.header.encode())
+                self.file.writelines(line.encode() for line in lines)
+                self.file.flush()
+        self.num_rows += num_rows
+
+    def finish(self) -> None:
+        """Gives the file its name; raises `UserError` on every rank."""
+        with self._shared_errors():
+            if self.ddp.rank == 0:
+                self.partial.rename(self.path)
+                self.is_finished = True
+
+    def close(self) -> None:
+        """Ends writing, and removes a file without rows, from which nobody would go on."""
+        if self.ddp.rank == 0:
+            with contextlib.suppress(OSError):  # the disk may be full
+                if not (self.is_finished or os.fstat(self.file.fileno()).st_size):
+                    self.partial.unlink()
+                self.file.close()
+
+    @contextlib.contextmanager
+    def _shared_errors(self) -> Iterator[None]:
+        """Turns a failure to write of rank 0 into a `UserError` on every rank."""
+        explain = explain_write_errors(self.path, UserError, "change the working folder")
+        with self.ddp.sync_errors(), explain:
+            yield
+
+    def _check_others(self) -> None:
+        """Raises `UserError` if another process writes the file, or began it with another key."""
+        for other in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.partial"):
+            with contextlib.suppress(FileNotFoundError), self._lock(other, "r+b") as file:
+                if other != self.partial and os.fstat(file.fileno()).st_size:
+                    raise UserError(
+                        f"{other} was begun with another table, other runs or options: repeat that "
+                        "command, or remove the file"
+                    )
+
+    def _lock_partial(self) -> BinaryIO:
+        """Returns the file that is written, made if need be, and locked."""
+        while True:
+            file = self._lock(self.partial, "a+b")
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self.partial.stat()):
+                    return file
+            file.close()  # its process has just moved or removed it
+
+    def _lock(self, partial: Path, mode: str) -> BinaryIO:
+        """Returns a file that no other process can lock until it is closed."""
+        file = partial.open(mode)
+        try:
+            lock_file(file)
+        except BlockingIOError:
+            file.close()
+            raise UserError(f"another process is writing {self.path}: wait for it") from None
+        return file
+
+    def _cut_to_whole_rows(self, lines_per_row: int) -> int:
+        """Removes the end of a row that a kill cut off, and returns how many rows there are."""
+        self.file.seek(0)
+        num_lines = sum(line.endswith(b"\n") for line in self.file)
+        num_rows = max(0, num_lines - 1) // lines_per_row  # the first line is the header
+        self.file.seek(0)
+        lines = islice(self.file, 1 + num_rows * lines_per_row)
+        size = sum(len(line) for line in lines)
+        self.file.truncate(size if num_rows else 0)
+        return num_rows
