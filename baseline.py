@@ -29,7 +29,6 @@ from run_progress import progress_bar
 
 TARGETS_AT_ONCE = 64  # whose numbers stay in cache
 PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the effects: 0.1 to 1000
-UNSOLVED = 1e-4  # error of a fit, from which on the log says that it has not converged
 LEAST_GAIN = 0.1  # of the loss of a sum; below it, networks that start from the sum are better
 LEAST_ERRORS = 2.0  # standard errors of a gain, which is the best of many
 LEAST_VALIDATED = 20  # scores that judge; fewer estimate the error badly
@@ -51,19 +50,14 @@ class Baseline:
     imputed: Tensor  # float32 [N, K, T], the imputed effect of each node, identified or not
     weights: Tensor  # float64 [3, T], of the sum, the largest and the smallest response
     prediction: Tensor  # float64 [n, T], for each row, in the units of y
-    error: Tensor  # float64 [T], distance of the additive fit from its solution, as `TOLERANCE`
     basis: Tensor  # float64 [3, K], maps `mask.doses` to the doses of a node's effects
     is_combined: bool = True  # whether other weights than those of a sum were tried
 
     def notes(self) -> list[str]:
-        """Returns sentences for the log on what was not tried, or may be wrong."""
-        notes = []
-        if not self.is_combined:
-            notes.append("the baseline is a sum of effects, as the table is large")
-        error = self.error.max()
-        if error > UNSOLVED:
-            notes.append(f"the baseline's fit has not converged: {error:.0e} deviations are left")
-        return notes
+        """Returns sentences for the log on what was not tried."""
+        if self.is_combined:
+            return []
+        return ["the baseline is a sum of effects, as the table is large"]
 
 
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
@@ -114,7 +108,7 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     squares = mean_squares(tables, doses)
     targets, has_val = targets_of(tables, weight, std, loss, squares)
     design = Design(doses)
-    additive, error = fit_validated(design, targets, has_val, mean)
+    additive = fit_validated(design, targets, has_val, mean)
     node_weight = mean_weight_of_nodes(tables, weight, doses)
     x = additive
     weights = x.new_tensor(SUM).unsqueeze(1).repeat(1, x.size(1))
@@ -137,7 +131,6 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
         imputed=imputed.view(size).float(),
         weights=weights,
         prediction=prediction,
-        error=error,
         basis=basis,
         is_combined=is_combined,
     )
@@ -288,12 +281,10 @@ def targets_of(
     return targets, has_val
 
 
-def fit_validated(
-    design: Design, targets: Targets, has_val: Tensor, mean: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Fits sums with each of the `PENALTIES`; returns the best, x [2 + NK, T], and its error [T].
+def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tensor) -> Tensor:
+    """Fits sums with each of the `PENALTIES`; returns the best, x [2 + NK, T].
 
-    The best has the smallest loss on the validated scores. The error is that of `Baseline`.
+    The best has the smallest loss on the validated scores.
     """
     y = targets.y
     to_fitted = targets.regression(design, y, targets.fitted, targets.std)
@@ -311,10 +302,9 @@ def fit_validated(
         best_penalty = (penalty * targets.scale).where(is_better, best_penalty)
         least = least.minimum(error)
     if has_val.all():
-        return best, to_fitted.error(best_penalty, best)
+        return best
     to_all = targets.regression(design, y, targets.weight, targets.std)
-    best = best.where(has_val, to_all.fit(best_penalty, best))
-    return best, to_all.error(best_penalty, best)
+    return best.where(has_val, to_all.fit(best_penalty, best))
 
 
 def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:

@@ -293,13 +293,6 @@ class Ridge:
         residual = self.y - self.design.predict(x)
         return self.equations.solve(residual, penalty, x, self.least)
 
-    def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the distance of x from the solution, [T], in the units of the tolerance."""
-        residual, curvature = self.linearise(self.design.predict(x), self.y)
-        equations = NormalEquations(self.design, self.weight * curvature)
-        distance = equations.distance(residual, penalty, x)
-        return (distance / self.unit).sqrt()
-
 
 class LogisticRidge(Ridge):
     """A logistic ridge regression of y of 0 and 1, by iteratively reweighted least squares."""
@@ -322,6 +315,13 @@ class LogisticRidge(Ridge):
                 break
             x = self.improve(penalty, x)
         return x
+
+    def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+        """Returns the distance of x from the solution, [T], in the units of the tolerance."""
+        residual, curvature = self.linearise(self.design.predict(x), self.y)
+        equations = NormalEquations(self.design, self.weight * curvature)
+        distance = equations.distance(residual, penalty, x)
+        return (distance / self.unit).sqrt()
 
     def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         probability = self.design.predict(x).sigmoid()

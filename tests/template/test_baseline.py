@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from baseline import PENALTIES, UNSOLVED, additive_baseline, doses_of, impute_effects
-from baseline_ridge import Design, LogisticRidge, Ridge, conjugate_gradients
-from config import Config
+from baseline import PENALTIES, additive_baseline, impute_effects
+from baseline_ridge import conjugate_gradients
 from data import DataConfig, random_split, training_mean_and_std
 from data_tables import Tables
-from mask import LINEAR
-from metrics import pearson
-from optim import OptimConfig
-from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import pack_sets, tables_of
-from tests.template.tables import above_median, additive_tables, dense_design, on_one_relation
+from tests.template.tables import above_median, dense_design, on_one_relation
 
 
 def mixed_tables() -> Tables:
@@ -113,7 +108,7 @@ def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
     together = additive_baseline(tables, loss)
     alone = [additive_baseline(replace(tables, y=y), loss) for y in tables.y.split(1, dim=1)]
     names = vars(together).keys() - {"basis", "is_combined"}
-    assert len(names) == 7
+    assert len(names) == 6
     for name in names:
         expected = torch.cat([getattr(baseline, name) for baseline in alone], dim=-1)
         torch.testing.assert_close(getattr(together, name), expected, rtol=1e-7, atol=1e-7)
@@ -281,18 +276,6 @@ def test_noisy_rows_count_little_in_all_that_is_fitted_or_chosen():
     torch.testing.assert_close(additive_baseline(tables).prediction, prediction)
 
 
-def test_rows_of_very_large_weight_leave_the_others_what_they_tell():
-    """Three rows were measured a thousand times as exactly as the others."""
-    tables = additive_tables(noise=0.3, num_scores=1, num_rows=1500)
-    test = tables.rows("test")
-    plain = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
-    assert plain > 0.95
-    tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
-    tables.weight[tables.rows("train")[:3]] = 1e6
-    weighted = pearson(tables.y[test], additive_baseline(tables).prediction[test]).item()
-    assert weighted > plain - 0.03
-
-
 def test_a_column_that_is_solved_early_rests_until_the_slowest_is():
     """Its residual would go on to the smallest numbers, by which nothing can be divided."""
     matrix = torch.logspace(-1, 3, 200, dtype=torch.float64).diag()
@@ -386,37 +369,6 @@ def least_squares(tables: Tables, basis: torch.Tensor, penalty: float) -> np.nda
     return design @ solution
 
 
-def most_likely(tables: Tables, basis: torch.Tensor, penalty: float) -> np.ndarray:
-    """Returns the probabilities of a logistic ridge, [n], by damped Newton steps."""
-    design = dense_design(tables, basis).numpy()
-    scale = np.linalg.norm(design, axis=0)
-    scale[scale == 0] = 1
-    train = tables.rows("train").numpy()
-    x = (design / scale)[train]
-    y = tables.y[train, 0].numpy()
-    penalties = np.array([0, 0, *[penalty] * (len(scale) - 2)]) / scale**2
-    solution = np.zeros(len(scale))
-
-    def loss(solution: np.ndarray) -> float:
-        logit = x @ solution
-        likelihood = (np.logaddexp(0, logit) - y * logit).sum()
-        return likelihood + (penalties * solution**2).sum() / 2
-
-    for _ in range(200):
-        probability = np.exp(-np.logaddexp(0, -x @ solution))
-        gradient = x.T @ (probability - y) + penalties * solution
-        if np.abs(gradient).max() < 1e-9:
-            break
-        curvature = (x.T * (probability * (1 - probability))) @ x + np.diag(penalties)
-        change = np.linalg.solve(curvature, gradient)
-        size = 1.0
-        while loss(solution - size * change) > loss(solution) and size > 1e-9:
-            size /= 2
-        solution = solution - size * change
-    assert np.abs(gradient).max() < 1e-6
-    return np.exp(-np.logaddexp(0, -(design / scale) @ solution))
-
-
 @pytest.mark.parametrize("penalty", [0.1, 1000.0])
 @pytest.mark.parametrize(
     ("levels", "share"),
@@ -433,23 +385,24 @@ def test_the_fit_is_the_dense_one_for_levels_up_to_10000_and_close_to_1(
     _, std = training_mean_and_std(tables)
     difference = np.abs(found.prediction[:, 0].numpy() - expected) / std.item()
     assert difference.max() < 1e-5
-    assert found.error < UNSOLVED
 
 
 @pytest.mark.parametrize("penalty", [0.1, 1000.0])
 @pytest.mark.parametrize(
     ("levels", "share"), [([0.0, 100.0], 0.5), ([0.0, 1e4], 0.1), ([0.0, 0.3, 1e4], 0.5)]
 )
-def test_the_logistic_fit_is_the_dense_one_for_levels_up_to_10000(
+def test_the_gradient_of_a_logistic_fit_vanishes_for_levels_up_to_10000(
     monkeypatch, levels, share, penalty
 ):
     monkeypatch.setattr("baseline.PENALTIES", (penalty,))
     tables = levelled_tables(levels, share)
     tables.y = above_median(tables.y)
     found = additive_baseline(tables, "binary")
-    expected = most_likely(tables, found.basis, penalty)
-    assert np.abs(found.prediction[:, 0].numpy() - expected).max() < 1e-4
-    assert found.error < UNSOLVED
+    train = tables.rows("train")
+    design = dense_design(tables, found.basis)[train]
+    gradient = design.T @ (found.prediction - tables.y)[train, 0]
+    gradient[2:] += penalty * found.effect.double().flatten()
+    assert (gradient / design.norm(dim=0).clamp(min=1)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -458,49 +411,4 @@ def test_the_logistic_fit_of_equal_scores_ends(value):
     tables = levelled_tables([0.0], 0)
     tables.y = torch.full_like(tables.y, value)
     found = additive_baseline(tables, "binary")
-    assert found.error < UNSOLVED
     torch.testing.assert_close(found.prediction, tables.y, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("regression", [Ridge, LogisticRidge])
-def test_the_error_of_a_fit_grows_with_the_distance_to_its_solution(regression):
-    tables = levelled_tables([0.0], 0)
-    weight = tables.is_in("train").double().unsqueeze(1)
-    y = above_median(tables.y) if regression is LogisticRidge else tables.y
-    design = Design(doses_of(tables, LINEAR.double())[0])
-    fit = regression(design, y, weight, torch.ones(1, dtype=torch.float64))
-    solution = fit.fit(1.0, torch.zeros(82, 1, dtype=torch.float64))
-    assert fit.error(1.0, solution) < 1e-5
-    away = torch.zeros_like(solution)
-    away[5] = 1.0
-    errors = [fit.error(1.0, solution + size * away).item() for size in (1e-3, 1e-2)]
-    assert errors[0] > 1e-3
-    assert errors[1] == pytest.approx(10 * errors[0], rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("loss", "name"), [("squared", "MOST_STEPS"), ("binary", "MOST_REWEIGHTINGS")]
-)
-@pytest.mark.slow
-def test_a_fit_that_is_cut_short_is_noted_at_every_start(tmp_path, monkeypatch, loss, name):
-    """Also where it is from the cache."""
-    tables = levelled_tables([0.0, 100.0], 0.1)
-    if loss == "binary":
-        tables.y = above_median(tables.y)
-    options = {"optim": OptimConfig(loss=loss)}
-
-    def noted(folder: str) -> tuple[float, list[str]]:
-        data = DataConfig(cache_dir=str(tmp_path / folder))
-        task = KnockoutTask.from_tables(tables, Config(data=data, **options))
-        return task.start.error.item(), task.notes()
-
-    error, lines = noted("whole")
-    assert error < UNSOLVED
-    assert lines == []
-    with monkeypatch.context() as patch:
-        patch.setattr(f"baseline_ridge.{name}", 3 if loss == "squared" else 1)
-        error, lines = noted("cut")
-    assert error > UNSOLVED
-    note = f"the baseline's fit has not converged: {error:.0e} deviations are left"
-    assert lines == [note]
-    assert noted("cut") == (error, lines)

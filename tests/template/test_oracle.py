@@ -14,7 +14,7 @@ import analyse_intervals
 import data
 import metrics
 from analyse_results import read_results
-from baseline import UNSOLVED, Baseline, additive_baseline
+from baseline import Baseline, additive_baseline
 from config import Config
 from data import DataConfig
 from data_tables import SPLITS
@@ -252,7 +252,7 @@ def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
     for t in range(len(oracle.std)):
         found = additive.prediction[:, t].numpy()
         assert np.isfinite(found).all()
-        if is_determined(oracle, t) and additive.error[t] <= UNSOLVED:
+        if is_determined(oracle, t):
             distances = [
                 np.abs(found - as_scores(choice, oracle)).max() for choice in oracle.baselines(t)
             ]
