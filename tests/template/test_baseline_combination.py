@@ -1,7 +1,6 @@
 """Combinations: sums, largest and smallest responses, with their weights fitted together."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
@@ -26,7 +25,7 @@ from tests.sets import pack_levels
 from tests.template.tables import NUM_NODES, combined_tables
 from tests.tools.models import model_of_tables
 
-SEEDS = (2, pytest.param(3, marks=pytest.mark.slow))  # of random tables
+SEEDS = (2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 39, 66)))
 
 
 @pytest.fixture
@@ -83,25 +82,11 @@ def test_rows_of_one_node_choose_no_combination(levels):
 
 
 @pytest.mark.slow
-def test_a_combination_that_suits_few_validation_rows_by_chance_is_not_taken():
+@pytest.mark.parametrize("seed", [2, 8, 9, 12])
+def test_a_combination_that_suits_few_validation_rows_by_chance_is_not_taken(seed):
     """The best combination of these additive tables is a little better than the sum."""
-    seeds = (2, 8, 9, 12)
-    assert num_combined(seeds) == 0
-
-
-@pytest.mark.slow
-def test_small_additive_tables_seldom_get_a_combination_that_harms():
-    """Their validation rows are few: that which suits them best is no proof."""
-    assert num_combined(range(40)) <= 4
-
-
-def num_combined(seeds: Iterable[int]) -> int:
-    """Returns how many small additive tables get a combination that is no sum."""
-    number = 0
-    for seed in seeds:
-        tables = combined_tables((1.0, 0.0, 0.0), noise=0.5, num_rows=300, seed=seed)
-        number += fit_baseline(tables).weights[:, 0].tolist() != [1, 0, 0]
-    return number
+    tables = combined_tables((1.0, 0.0, 0.0), noise=0.5, num_rows=300, seed=seed)
+    assert fit_baseline(tables).weights[:, 0].tolist() == [1, 0, 0]
 
 
 @pytest.mark.slow
@@ -151,16 +136,6 @@ def test_rows_of_little_weight_choose_and_fit_little():
     assert pearson(right, found.prediction) > 0.98
     tables.weight = 1000 * tables.weight
     torch.testing.assert_close(fit_baseline(tables).prediction, found.prediction)
-
-
-@pytest.mark.slow
-def test_a_combination_does_not_depend_on_the_unit_of_the_scores(few_penalties):
-    tables = combined_tables()
-    found = fit_baseline(tables)
-    scaled = fit_baseline(replace(tables, y=1e-9 * tables.y - 3e-6))
-    torch.testing.assert_close(scaled.weights, found.weights, rtol=1e-3, atol=1e-3)
-    back = (scaled.prediction + 3e-6) * 1e9
-    torch.testing.assert_close(back, found.prediction, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -271,12 +246,6 @@ def test_the_third_of_sets_that_chooses_does_not_follow_the_order_of_rows():
     third = third_of_sets(tables, is_train)
     assert torch.equal(third_of_sets(reordered(tables, order), is_train[order]), third[order])
     assert 0.3 < third.sum() / is_train.sum() < 0.37
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(8), 39, 66])
-def test_rounding_decides_nothing_in_random_tables(seed):
-    assert largest_change(random_tables(seed, num_rows=400)) < 1e-6
 
 
 # ---- Odd tables ----------------------------------------------------------------------------------
@@ -395,20 +364,3 @@ def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
     prediction.square().mean().backward()
     assert (model.terms["without_graph"].readout.weights.grad != 0).all()
     assert "terms.without_graph.readout.weights" in model.state_dict()
-
-
-@pytest.mark.slow
-def test_the_file_of_a_run_has_no_other_tables(few_penalties):
-    """All that a prediction depends on is in the state dict: units of responses, and weights."""
-    tables = combined_tables(levels=(0.0, 0.4, 2.0), num_rows=300)
-    others = combined_tables((1.0, 0.0, 0.0), levels=(0.0, 0.7, 3.0), num_rows=300, seed=1)
-    models = [
-        model_of_tables(ModelConfig(hidden=4), each, fit_baseline(each)).eval()
-        for each in (tables, others)
-    ]
-    batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
-    graph = SharedGraph(tables.graph())
-    expected, before = (model(graph, batch) for model in models)
-    assert not torch.allclose(expected, before)
-    models[1].load_state_dict(models[0].state_dict())
-    assert torch.equal(models[1](graph, batch), expected)
