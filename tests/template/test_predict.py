@@ -2,33 +2,23 @@
 
 import json
 import math
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import BinaryIO
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import predict_tables
-from data import DataConfig, KnockoutDataset, load
 from data_cells import Rows
-from data_tables import OF_GRAPH, Tables
-from ddp_setup import DDPConfig, Distributed
+from data_tables import Tables
 from errors import UserError
-from mask import SharedGraph
-from model import ModelConfig
 from predict import Predictor, read_settings
-from predict_tables import Chunk, GrowingTable, fields_of_graph, tables_of_graph
+from predict_tables import Chunk
+from predictor import check_same, read_run
 from task import make_dataset
-from tests.bench.synthetic import PRESETS, synthetic_tables
-from tests.sets import tables_of
 from tests.template.fixtures import ASK, write_table
-from tests.template.tables import write_binary_scores
-from tests.tools.models import full_model
 from tests.tools.runs import BEST, newest_checkpoint, read_table
 
 
@@ -51,21 +41,6 @@ def test_predictions_keep_the_order_of_the_table(trained, predict, tmp_path, npr
     write_table(tmp_path / "none.tsv", [("genes",), ("NOPE",)])
     predict(nproc, "none.tsv", "runs/run").check()
     assert (tmp_path / "none.predictions.tsv").read_text() == "genes\tprediction\nNOPE\t\n"
-
-    # The same prediction from what the checkpoint holds, without predict.py:
-    state = torch.load(tmp_path / BEST.format("run"), weights_only=True)
-    options = {**state["config"]["data"], "cache_dir": str(tmp_path / "cache")}
-    for key in ("edges", "perturbations"):
-        options[key] = str(tmp_path / options[key])
-    graph = SharedGraph(load(DataConfig(**options)).graph())
-    config = ModelConfig(**state["config"]["model"])
-    pairs = torch.ones(2, len(state["pair_features"]))
-    sizes = (graph.num_nodes, len(graph.relations))
-    model = full_model(config, *sizes, pairs=pairs).eval()
-    model.load_state_dict(state["model"])
-    batch = KnockoutDataset(tables_of([[4]], torch.zeros(1)), graph.degree)[0]
-    expected = state["mean"] + state["std"] * model(graph, batch)
-    assert numbers[7].item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_a_run_is_a_folder_or_a_checkpoint_file_and_keeps_its_options(trained, predict, tmp_path):
@@ -110,6 +85,8 @@ def test_unknown_nodes_raise_or_give_nan(members, tmp_path):
     found = predictor.predict(sets, unknown="nan")
     for values in (found.mean, found.sd):
         assert np.isnan(values[:, 0]).tolist() == [False, True, False]
+    assert np.isnan(predictor.predict(["NOPE"], unknown="nan").sd).all()
+    assert predictor.predict([]).sd.shape == (0, 1)
     with pytest.raises(
         UserError, match=r"sets\[1\]: the genes 'Y01=x' have 'Y01=x': no name, or no"
     ):
@@ -202,111 +179,6 @@ def test_home_and_variables_stand_for_folders(trained, predict, tmp_path, monkey
     assert Predictor("$RUNS/run").predict(["Y01"]).mean == expected
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
-    tables = synthetic_tables(PRESETS["small"])
-    if weighted:
-        tables.edge_weight = torch.rand(len(tables.edge_type), dtype=torch.float64)
-        tables.features = torch.rand(len(tables.genes), 3)
-        tables.feature_names = ["f", "g", "h"]
-    torch.save(fields_of_graph(tables), tmp_path / "graph.pt")
-    loaded = tables_of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
-    assert loaded.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
-    assert len(loaded.y) == 0 and loaded.y.size(1) == 1
-    changed = replace(tables, y=tables.y + 1)
-    assert changed.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
-    assert changed.fingerprint() != tables.fingerprint()
-
-
-def test_an_option_that_changes_no_prediction_is_refused(trained, predict, tmp_path):
-    trained("run.name=run")
-    for option in ("data.edges=new.tsv", "optim.loss=binary", "run.seed=1", "model.layers=2"):
-        result = predict(0, "all-singles", "runs/run", option)
-        assert result.returncode == 2
-        assert result.stderr.startswith(f"error: {option} is for training: a prediction takes data")
-
-
-def test_a_model_is_resumed_and_asked_with_its_own_loss_only(train, predict, tmp_path):
-    write_binary_scores(tmp_path)
-    train(0, "optim.loss=binary").check()
-    for result, message in ((train(0), "was trained with optim.loss=binary, not squared: "),):
-        assert result.returncode == 2
-        assert message in result.stderr
-
-
-# ---- Screens -------------------------------------------------------------------------------------
-@pytest.fixture
-def odd_names(train, tmp_path):
-    """A run, "runs/run", of a graph with nodes whose names look like others at a level."""
-    others = {"Y01": "Y98=0.3", "Y02": "Y97=0.3=0.3", "Y03": "Y99=0"}
-    for name in ("edges.tsv", "scores.tsv"):
-        text = (tmp_path / name).read_text()
-        for before, after in others.items():
-            text = text.replace(before, after)
-        (tmp_path / name).write_text(text)
-    train(0, "run.name=run", "optim.lr=0.05").check()
-
-
-@pytest.mark.parametrize(
-    ("screen", "expected"),
-    [
-        (
-            "all-singles",
-            {"Y00": "Y00=0", "Y98=0.3=0": "Y98=0.3", "Y04": "Y04=-0", "Y99=0=0": "Y99=0"},
-        ),
-        (
-            "all-singles=0.3",
-            {"Y00=0.3": "Y00=3e-1", "Y98=0.3=0.3": "Y98=0.3=.3", "Y04=0.3": "Y04=0.30"},
-        ),
-        (
-            "all-pairs=0.3",
-            {
-                "Y00=0.3,Y98=0.3=0.3": "Y00=3e-1,Y98=0.3=.3",
-                "Y10=0.3,Y99=0=0.3": "Y99=0=.3,Y10=.3",
-            },
-        ),
-        ("all-pairs", {"Y00,Y98=0.3=0": "Y98=0.3=0e0,Y00", "Y00,Y04": "Y04,Y00"}),
-    ],
-)
-def test_a_screen_means_levels_of_nodes_whatever_other_nodes_are_called(
-    predict, odd_names, tmp_path, screen, expected
-):
-    """Each row is read again as what was predicted."""
-    predict(0, screen, "runs/run").check()
-    output = tmp_path / f"{screen}.predictions.tsv"
-    _, sets, numbers = read_table(output)
-    assert len(set(sets)) == len(sets) == (435 if "pairs" in screen else 30)
-    assert len(numbers.unique()) > 0.95 * len(numbers)
-    output.rename(tmp_path / "again.tsv")
-    predict(0, "again.tsv", "runs/run").check()
-    _, sets_again, again = read_table(tmp_path / "again.predictions.tsv")
-    assert sets_again == sets
-    torch.testing.assert_close(again, numbers, rtol=1e-6, atol=1e-6)
-    # The same sets, written otherwise.
-    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in expected.values()]])
-    predict(0, "ask.tsv", "runs/run").check()
-    _, _, asked = read_table(tmp_path / "ask.predictions.tsv")
-    rows = [sets.index(genes) for genes in expected]
-    torch.testing.assert_close(numbers[rows], asked, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("level", ["0.1", "1e-5", "0.333333333333333", "10000", "1"])
-def test_a_level_of_a_screen_is_written_in_all_its_digits(predict, trained, tmp_path, level):
-    trained("run.name=run")
-    predict(0, f"all-singles={level}", "runs/run").check()
-    _, sets, numbers = read_table(tmp_path / f"all-singles={level}.predictions.tsv")
-    assert [float(name.partition("=")[2]) for name in sets] == [float(level)] * 30
-    assert (len(numbers.unique()) == 1) is (level == "1")  # nodes at level 1 are intact
-
-
-@pytest.mark.parametrize("screen", ["all-pairs=", "all-singles=-0.1", "all-singles=high"])
-def test_a_screen_at_no_level_is_refused(predict, trained, screen):
-    trained("run.name=run")
-    result = predict(0, screen, "runs/run")
-    assert result.returncode == 2
-    assert result.stderr == f"error: {screen} has no level from 0 to 10,000\n"
-
-
 # ---- Long predictions ----------------------------------------------------------------------------
 @pytest.mark.parametrize("more", [(), pytest.param(("--explain", "3"), marks=pytest.mark.slow)])
 def test_a_killed_prediction_goes_on_after_its_last_whole_row(trained, predict, tmp_path, more):
@@ -350,20 +222,22 @@ def assert_same_numbers(text: str, expected: str) -> None:
                 assert float(cell) == pytest.approx(float(other), rel=1e-4, abs=1e-6)
 
 
-def test_what_mends_a_killed_prediction_goes_on_with_it(trained, tmp_path, monkeypatch):
-    """Options that change no prediction but for rounding, and other processes or devices."""
-    trained("run.name=run")
+def test_a_key_is_another_where_predictions_are(members, tmp_path, monkeypatch):
+    """Not by options that change no prediction but for rounding, which mend a killed one."""
     monkeypatch.chdir(tmp_path)
-    command = ["all-pairs", "runs/run"]
+    command = ["ask.tsv", members[0]]
     key = read_settings(command).key()
     for option in (
         *("data.batch_size=7", "model.message_passing=shared", "ddp.timeout_s=9"),
-        "ddp.startup_timeout_s=9",
+        *("ddp.startup_timeout_s=9", "--rows=:99999999999999999999"),
     ):
         assert read_settings([*command, option]).key() == key
-    for options in (["--parts"], ["--explain=2"]):
-        assert read_settings([*command, *options]).key() != key
-    assert read_settings([*command, "--rows=:99999999999999999999"]).key() == key
+    others = [[*command, "--parts"], [*command, "--explain=2"], [*command, members[1]]]
+    others += [["ask.tsv", members[1]], ["all-singles", members[0]]]
+    keys = {key, *(read_settings(other).key() for other in others)}
+    write_table(tmp_path / "ask.tsv", ASK[:-1])
+    keys.add(read_settings(command).key())
+    assert len(keys) == 7
 
 
 def test_the_folder_of_a_run_may_be_called_as_an_option(trained, tmp_path, monkeypatch):
@@ -374,88 +248,6 @@ def test_the_folder_of_a_run_may_be_called_as_an_option(trained, tmp_path, monke
     for other in ("optim.lr=2", f"optim.lr={'2' * 300}"):  # too long for a file's name
         with pytest.raises(UserError, match="no run is named"):
             read_settings(["all-pairs", other])
-
-
-def test_another_command_says_which_file_is_in_the_way(members, predict, tmp_path):
-    sets = [f"Y{k:02d}" for k in range(30)]
-    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets]])
-    faults = "predict_at_once:10 die_after_appends:2"
-    assert predict(0, "ask.tsv", members[0], fault=faults).returncode == -9
-    (partial,) = tmp_path.glob("*.partial")
-    written = partial.read_text()
-    message = (
-        f"error: {partial.name} was begun with another table, other runs or options: repeat that "
-        "command, or remove the file\n"
-    )
-    for command in ([members[1]], [members[0], "--parts"], [members[0], members[1]]):
-        result = predict(0, "ask.tsv", *command)
-        assert (result.returncode, result.stderr) == (2, message)
-    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in sets[:-1]]])
-    assert predict(0, "ask.tsv", members[0]).stderr == message
-    assert partial.read_text() == written
-    partial.unlink()
-    predict(0, "ask.tsv", members[1]).check()
-
-
-def test_two_processes_do_not_write_one_table(tmp_path):
-    path = tmp_path / "a[1].tsv"
-
-    def begin(key: str) -> GrowingTable:
-        return GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
-
-    first = begin("key")
-    for key in ("key", "another"):
-        with pytest.raises(UserError, match=r"another process is writing .*tsv: wait for it"):
-            begin(key)
-        (tmp_path / f"{path.name}.another.partial").unlink(missing_ok=True)
-    first.append(["x\n"], 1)
-    first.finish()
-    second = begin("key")  # before the first one is closed
-    first.close()
-    assert path.read_text() == "genes\nx\n"
-    second.append(["y\n"], 1)
-    second.finish()
-    second.close()
-    assert path.read_text() == "genes\ny\n"
-    begin("key").close()
-    assert list(tmp_path.iterdir()) == [path]
-    first = begin("key")  # without rows
-    first.finish()
-    second = begin("key")
-    first.close()  # it is not this one's file that it removes
-    second.append(["z\n"], 1)
-    second.finish()
-    second.close()
-    assert path.read_text() == "genes\nz\n"
-
-
-def test_a_table_that_is_finished_meanwhile_is_neither_made_anew_nor_written(tmp_path, monkeypatch):
-    path = tmp_path / "a.tsv"
-    key = "key"
-    glob = Path.glob
-
-    def find_one_more(folder: Path, pattern: str) -> list[Path]:
-        return [*glob(folder, pattern), tmp_path / "a.tsv.finished.partial"]
-
-    monkeypatch.setattr(Path, "glob", find_one_more)
-    lock = GrowingTable._lock
-
-    def finish_first(table: GrowingTable, partial: Path, mode: str) -> BinaryIO:
-        """Another process moves its file, and closes it, before this one has locked it."""
-        if mode == "a+b" and not path.exists():
-            partial.write_text("genes\nx\n")
-            file = lock(table, partial, mode)
-            partial.rename(path)
-            return file
-        return lock(table, partial, mode)
-
-    monkeypatch.setattr(GrowingTable, "_lock", finish_first)
-    table = GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
-    assert table.num_rows == 0
-    assert table.partial.exists()
-    table.close()
-    assert path.read_text() == "genes\nx\n"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow
@@ -478,21 +270,6 @@ def test_some_rows_of_a_table_or_screen_are_those_of_all(trained, predict, tmp_p
             assert of_range[0] == header
             lines += of_range[1:]
         assert_same_numbers("\n".join(lines), "\n".join(expected))
-
-
-@pytest.mark.parametrize(
-    ("nproc", "option", "message"),
-    [
-        (2, "--rows=30:40", "all-singles has no row 30: its rows are counted from 0"),
-        (0, "--rows=5", "--rows=5 is not A:B, such as 0:1000000"),
-        (0, "--rows=5:5", "--rows=5:5 has no row: its end is not above its start"),
-        (0, "--rows=-3:5", "--rows=-3:5 is not A:B, such as 0:1000000"),
-    ],
-)
-def test_wrong_rows_are_one_sentence(trained, predict, nproc, option, message):
-    trained("run.name=run")
-    result = predict(nproc, "all-singles", "runs/run", option)
-    assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
 def test_the_first_samples_choose_how_messages_are_passed(members, tmp_path, monkeypatch):
@@ -533,48 +310,18 @@ def test_cells_of_further_columns_may_be_numbers(members, tmp_path, monkeypatch)
         assert read[-1][0] == 25.0 and math.isnan(read[-1][1])
 
 
-def test_a_field_of_rows_that_is_not_read_is_missing_and_not_that_of_other_rows(monkeypatch):
-    @dataclass
-    class Warmed(Tables):
-        temperature: torch.Tensor | None = None  # float64 [n]
-
-    small = synthetic_tables(PRESETS["small"])
-    tables = Warmed(**vars(small), temperature=torch.arange(len(small.y)))
-    monkeypatch.setattr("predict_tables.Tables", Warmed)
-    of_run = tables_of_graph(fields_of_graph(tables))
-    rows = Rows("new.tsv", [2], {"genes": [small.genes[0]]})
-    assert predict_tables.chunk_of(rows, of_run).samples.temperature is None
-    assert tables.fingerprint(OF_GRAPH) == small.fingerprint(OF_GRAPH)
-
-
-def test_a_pipe_is_refused_as_it_cannot_be_read_twice(trained, predict, tmp_path):
-    trained("run.name=run")
-    result = predict(0, "/dev/zero", "runs/run")
-    message = "error: /dev/zero is a device, which cannot be read twice: write it to a file\n"
-    assert (result.returncode, result.stderr) == (2, message)
-    os.mkfifo(tmp_path / "pipe")
-    result = predict(0, "pipe", "runs/run")
-    message = "error: pipe is a pipe, which cannot be read twice: write it to a file\n"
-    assert (result.returncode, result.stderr) == (2, message)
-
-
-def test_scores_that_are_named_like_figures_of_others_are_refused(train, predict, tmp_path):
+def test_two_columns_of_one_name_are_refused_where_they_are_written(train, predict, tmp_path):
     rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
-    write_table(tmp_path / "two.tsv", [("genes", "a", "a_local"), *((g, y, y) for g, y in rows)])
-    train(0, "data.perturbations=two.tsv", "run.name=run").check()
-    predict(0, "all-singles", "runs/run").check()
-    result = predict(0, "all-singles", "runs/run", "--parts")
-    message = "error: two columns would be a_local: predict from Python, by `Predictor`\n"
-    assert (result.returncode, result.stderr) == (2, message)
-
-
-def test_columns_that_are_not_written_are_not_checked(train, predict, tmp_path):
-    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
-    write_table(tmp_path / "two.tsv", [("genes", "a", "a_sd"), *((g, y, y) for g, y in rows)])
+    scores = [("genes", "a", "a_sd", "a_local"), *((genes, y, y, y) for genes, y in rows)]
+    write_table(tmp_path / "three.tsv", scores)
     for seed in ("1", "2"):
-        train(0, "data.perturbations=two.tsv", f"run.name={seed}", f"run.seed={seed}").check()
+        train(0, "data.perturbations=three.tsv", f"run.name={seed}", f"run.seed={seed}").check()
     write_table(tmp_path / "ask.tsv", ASK)
-    assert "two columns would be a_sd" in predict(0, "ask.tsv", "runs/1", "runs/2").stderr
+    for arguments, name in ((["runs/1", "--parts"], "a_local"), (["runs/1", "runs/2"], "a_sd")):
+        result = predict(0, "ask.tsv", *arguments)
+        message = f"error: two columns would be {name}: predict from Python, by `Predictor`\n"
+        assert (result.returncode, result.stderr) == (2, message)
+    predict(0, "ask.tsv", "runs/1").check()
     predict(0, "ask.tsv", "runs/1", "runs/2", "--explain=2").check()
 
 
@@ -601,46 +348,6 @@ def test_a_run_that_has_not_finished_is_named(trained, predict, tmp_path):
     assert "best.pt is not a readable checkpoint (FileNotFoundError)" in result.stderr
 
 
-# ---- Empty lines ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("header", ["genes", "genes\tscore", "nodes\tscore\tsplit"])
-def test_an_empty_line_is_a_row_without_knock_outs(trained, predict, tmp_path, header, end):
-    """Wherever it stands, and however many columns there are."""
-    trained("run.name=run")
-    more = "\tNA" * header.count("\t")
-    lines = [header, "", f"Y01{more}", "", "", f"Y02{more}", more, "", ""]
-    (tmp_path / "ask.tsv").write_bytes(end.join([*lines, ""]).encode())
-    result = predict(0, "ask.tsv", "runs/run").check()
-    assert "8 predictions written" in result.stdout
-    _, sets, numbers = read_table(tmp_path / "ask.predictions.tsv")
-    assert sets == ["", "Y01", "", "", "Y02", "", "", ""]
-    write_table(tmp_path / "named.tsv", [("genes",), ("Y01",), ("Y02",), ("Y01=1",)])
-    predict(0, "named.tsv", "runs/run").check()
-    _, _, (first, second, intact) = read_table(tmp_path / "named.predictions.tsv")
-    expected = torch.stack([intact, first, intact, intact, second, intact, intact, intact])
-    torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_empty_lines_alone_are_rows_and_the_end_of_the_last_line_is_none(
-    trained, predict, tmp_path
-):
-    trained("run.name=run")
-    for nproc, text, num_rows in ((2, "\n\n\n", 3), (0, "\nY01\t2", 2), (0, "\nY01\t2\n", 2)):
-        (tmp_path / "ask.tsv").write_text(f"genes\tscore\n{text}")
-        predict(nproc, "ask.tsv", "runs/run").check()
-        _, sets, numbers = read_table(tmp_path / "ask.predictions.tsv")
-        assert len(sets) == num_rows
-        assert not numbers.isnan().any()
-
-
-def test_a_line_of_blanks_that_lacks_cells_is_refused(trained, predict, tmp_path):
-    trained("run.name=run")
-    (tmp_path / "ask.tsv").write_text("genes\tscore\nY01\t1\n  \n")
-    result = predict(0, "ask.tsv", "runs/run")
-    assert result.returncode == 2
-    assert result.stderr == "error: ask.tsv:3: 1 fields where the header has 2\n"
-
-
 # ---- What is refused -----------------------------------------------------------------------------
 def test_a_checkpoint_with_an_option_that_the_code_lacks_is_named(trained, predict, tmp_path):
     trained("run.name=old")
@@ -664,13 +371,14 @@ def test_a_checkpoint_with_an_option_that_the_code_lacks_is_named(trained, predi
     ("nproc", "arguments", "message"),
     [
         (2, ["ask.tsv", "model.layers=1"], "no run is named: python predict.py TABLE RUN..."),
+        (2, ["ask.tsv", "runs/run", "--rows=4:9"], "ask.tsv has no row 4: its rows are counted"),
+        (0, ["ask.tsv", "runs/run", "--rows=5"], "--rows=5 is not A:B, such as 0:1000000"),
+        (0, ["ask.tsv", "runs/run", "--rows=5:5"], "--rows=5:5 has no row: its end is not above"),
+        (0, ["ask.tsv", "runs/run", "--rows=-3:5"], "--rows=-3:5 is not A:B, such as 0:1000000"),
+        (0, ["ask.tsv", "runs/run", "optim.loss=binary"], "is for training: a prediction takes"),
         (0, ["ask.tsv", "runs/none"], "runs/none is not a readable checkpoint (FileNotFoundError)"),
         (2, ["none.tsv", "runs/run"], "none.tsv"),
-        (
-            0,
-            ["ask.tsv", "runs/run", "data.batchsize=1"],
-            "data.batchsize=1 is for training: a pred",
-        ),
+        (0, ["ask.tsv", "runs/run", "data.batchsize=1"], "data.batchsize=1 is for training: a p"),
         (0, ["ask.tsv", "runs/run", "--part"], "unrecognized arguments: --part"),
     ],
 )
@@ -766,13 +474,6 @@ def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
         predict(0, "ask.tsv", *runs, option, "--explain=3").check()
 
 
-def test_an_ensemble_is_asked_for_no_sets_or_for_unknown_nodes_alone(members, tmp_path):
-    predictor = Predictor(*(tmp_path / run for run in members[:2]), device="cpu")
-    assert predictor.predict([]).sd.shape == (0, 1)
-    assert np.isnan(predictor.predict(["NOPE"], unknown="nan").sd).all()
-    assert len(predictor.parts([])["local"]) == 0
-
-
 def test_each_score_has_a_standard_deviation(train, predict, tmp_path):
     rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
     two = [("genes", "a", "b"), *((genes, y, -float(y)) for genes, y in rows)]
@@ -805,42 +506,20 @@ def test_members_may_have_other_splits_and_other_rows(trained, train, predict, m
     np.testing.assert_allclose(numbers[:, 0], np.mean(found, axis=0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_members_of_another_graph_other_scores_or_loss_are_named(
-    trained, train, predict, members, tmp_path
-):
-    trained("data.undirected=true", "run.name=other")
-    rows = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()[1:]]
-    two = [("genes", "score", "b"), *((genes, y, y) for genes, y in rows)]
-    write_table(tmp_path / "two.tsv", two)
-    train(0, "data.perturbations=two.tsv", "run.name=two").check()
-    lines = (tmp_path / "scores.tsv").read_text().splitlines()[1:]
-    labels = [(line.split("\t")[0], row % 2) for row, line in enumerate(lines)]
-    write_table(tmp_path / "labels.tsv", [("genes", "score"), *labels])
-    options = ["data.perturbations=labels.tsv", "data.cache_dir=labels"]
-    train(0, *options, "run.name=squared").check()
-    train(0, *options, "run.name=binary", "optim.loss=binary").check()
-    for first, second, message in (
+def test_members_of_another_graph_other_scores_or_loss_are_named(members, tmp_path):
+    run = read_run(tmp_path / members[0])
+    file = str(tmp_path / "other.pt")
+    binary = replace(run.config, optim=replace(run.config.optim, loss="binary"))
+    first = f"{tmp_path / BEST.format('a')}"
+    for change, problem in (
+        ({"graph": {**run.graph, "targets": ["b"]}}, f"other.pt has other scores than {first}"),
+        ({"graph_hash": "0"}, f"other.pt was trained on another graph than {first}"),
         (
-            members[0],
-            BEST.format("other"),
-            f"was trained on another graph than {BEST.format('a')}",
-        ),
-        (members[0], BEST.format("two"), f"has other scores than {BEST.format('a')}"),
-        (
-            BEST.format("squared"),
-            BEST.format("binary"),
-            f"was trained with optim.loss=binary, {BEST.format('squared')} with squared",
-        ),
-        (
-            members[0],
-            "runs/none.pt",
-            "runs/none.pt is not a readable checkpoint (FileNotFoundError)",
+            {"config": binary},
+            f"other.pt was trained with optim.loss=binary, {first} with squared",
         ),
     ):
-        result = predict(0, "ask.tsv", first, second)
-        assert result.returncode == 2
-        assert message in result.stderr
-        assert second in result.stderr
-        assert result.stderr.count("\n") == 1
-        assert not (tmp_path / "ask.predictions.tsv").exists()
+        checkpoint = {**run.checkpoint, "file": file}
+        checkpoint["graph"] = change.pop("graph_hash", checkpoint["graph"])
+        with pytest.raises(UserError, match=f"{problem}$"):
+            check_same(run, replace(run, checkpoint=checkpoint, **change))

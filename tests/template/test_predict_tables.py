@@ -1,18 +1,118 @@
-"""What training rows have, and the notes on predictions of rows beyond it."""
+"""Graphs of runs, sets to predict, notes on rows beyond training, and the table that grows."""
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 
-from predict_tables import is_beyond, training_range
+from data_cells import Rows
+from data_tables import OF_GRAPH, Tables
+from ddp_setup import DDPConfig, Distributed
+from errors import DataError, UserError
+from predict_tables import (
+    GrowingTable,
+    chunk_of,
+    fields_of_graph,
+    is_beyond,
+    read_sets,
+    tables_of_graph,
+    training_range,
+)
+from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
 
 
+# ---- The graph of a run --------------------------------------------------------------------------
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
+    tables = synthetic_tables(PRESETS["small"])
+    if weighted:
+        tables.edge_weight = torch.rand(len(tables.edge_type), dtype=torch.float64)
+        tables.edge_attr = torch.rand(len(tables.edge_type), 2)
+        tables.features = torch.rand(len(tables.genes), 3)
+        tables.feature_names = ["f", "g", "h"]
+    torch.save(fields_of_graph(tables), tmp_path / "graph.pt")
+    loaded = tables_of_graph(torch.load(tmp_path / "graph.pt", weights_only=True))
+    assert loaded.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
+    assert len(loaded.y) == 0 and loaded.y.size(1) == 1
+    changed = replace(tables, y=tables.y + 1)
+    assert changed.fingerprint(OF_GRAPH) == tables.fingerprint(OF_GRAPH)
+    assert changed.fingerprint() != tables.fingerprint()
+
+
+def test_a_field_of_rows_that_is_not_read_is_missing_and_not_that_of_other_rows(monkeypatch):
+    @dataclass
+    class Warmed(Tables):
+        temperature: torch.Tensor | None = None  # float64 [n]
+
+    small = synthetic_tables(PRESETS["small"])
+    tables = Warmed(**vars(small), temperature=torch.arange(len(small.y)))
+    monkeypatch.setattr("predict_tables.Tables", Warmed)
+    of_run = tables_of_graph(fields_of_graph(tables))
+    rows = Rows("new.tsv", [2], {"genes": [small.genes[0]]})
+    assert chunk_of(rows, of_run).samples.temperature is None
+    assert tables.fingerprint(OF_GRAPH) == small.fingerprint(OF_GRAPH)
+
+
+# ---- Sets ----------------------------------------------------------------------------------------
+NAMED = replace(tables_of([[0]], torch.zeros(1, 1)), genes=["a", "b=0.3", "c=0.3=0.3", "d"])
+
+
+def sets_in(path: Path | str) -> list[tuple[str, dict[int, float]]]:
+    """Returns the rows to predict on the graph `NAMED`: their cells, and the levels of nodes."""
+    rows = []
+    for chunk in read_sets(str(path), NAMED, most=2):
+        assert chunk.is_known.all()
+        ptr = chunk.samples.perturbed_ptr.diff().tolist()
+        nodes = chunk.samples.perturbed.split(ptr)
+        levels = chunk.samples.level.split(ptr)
+        for cell, *of_row in zip(chunk.sets, nodes, levels, strict=True):
+            node, level = (values.tolist() for values in of_row)
+            rows.append((cell, dict(zip(node, level, strict=True))))
+    return rows
+
+
+@pytest.mark.parametrize("level", ["", "=0.3", "=1e-5", "=0.333333333333333", "=10000", "=1"])
+@pytest.mark.parametrize(("screen", "num_sets"), [("all-singles", 4), ("all-pairs", 6)])
+def test_a_screen_has_each_set_once_and_is_read_again_as_it_is_written(
+    tmp_path, screen, num_sets, level
+):
+    """Whatever the nodes are called."""
+    expected = sets_in(screen + level)
+    assert len(dict(expected)) == num_sets
+    for _, nodes in expected:
+        assert set(nodes.values()) <= {float(level.removeprefix("=") or 0)}
+    rows = [(cell,) for cell, _ in expected]
+    assert sets_in(write_table(tmp_path / "again.tsv", [("genes",), *rows])) == expected
+
+
+@pytest.mark.parametrize("screen", ["all-pairs=", "all-singles=-0.1", "all-singles=high"])
+def test_a_screen_at_no_level_is_refused(screen):
+    with pytest.raises(UserError, match=f"^{screen} has no level from 0 to 10,000$"):
+        sets_in(screen)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("header", ["genes", "genes\tscore", "nodes\tscore\tsplit"])
+def test_an_empty_line_is_a_row_without_knock_outs(tmp_path, header, end):
+    """Wherever it stands, and however many columns there are; the end of the last line is none."""
+    more = "\tNA" * header.count("\t")
+    lines = [header, "", f"a{more}", "", "", f"d{more}", more, "", ""]
+    path = tmp_path / "ask.tsv"
+    for last in ("", end):
+        path.write_bytes((end.join([*lines, f"a{more}"]) + last).encode())
+        assert [cell for cell, _ in sets_in(path)] == ["", "a", "", "", "d", "", "", "", "a"]
+    path.write_text("genes\tscore\na\t1\n  \n")
+    with pytest.raises(DataError, match=r"ask.tsv:3: 1 fields where the header has 2$"):
+        sets_in(path)
+
+
+# ---- Rows beyond training ------------------------------------------------------------------------
 def test_the_range_is_that_of_training_rows_with_a_score():
     """Not of validation rows, nor of a row without a score; intact nodes have level 1."""
     y = torch.tensor([1.0, 2.0, math.nan, 4.0], dtype=torch.float64).unsqueeze(1)
@@ -74,3 +174,66 @@ def test_predictions_of_what_training_lacks_are_counted(trained, notes, tmp_path
     assert notes(nproc, "runs/a", "runs/b") == found[1:]
     hide(second, 29)
     assert notes(nproc, "runs/a", "runs/b", "--explain", "2") == found
+
+
+# ---- A growing table -----------------------------------------------------------------------------
+def begin(path: Path, key: str) -> GrowingTable:
+    return GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
+
+
+def test_two_processes_do_not_write_one_table(tmp_path):
+    path = tmp_path / "a[1].tsv"
+    first = begin(path, "key")
+    for key in ("key", "another"):
+        with pytest.raises(UserError, match=r"another process is writing .*tsv: wait for it"):
+            begin(path, key)
+        (tmp_path / f"{path.name}.another.partial").unlink(missing_ok=True)
+    first.append(["x\n"], 1)
+    first.finish()
+    second = begin(path, "key")  # before the first one is closed
+    first.close()  # it is not this one's file that it removes
+    assert path.read_text() == "genes\nx\n"
+    second.append(["y\n"], 1)
+    second.finish()
+    second.close()
+    assert path.read_text() == "genes\ny\n"
+    begin(path, "key").close()  # without rows
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_that_was_begun_with_another_key_is_in_the_way(tmp_path):
+    path = tmp_path / "a.tsv"
+    first = begin(path, "key")
+    first.append(["x\n"], 1)
+    first.close()
+    with pytest.raises(UserError, match=r"a.tsv.key.partial was begun with another table"):
+        begin(path, "another")
+    assert first.partial.read_text() == "genes\nx\n"
+    first.partial.unlink()
+    begin(path, "another").close()
+
+
+def test_a_table_that_is_finished_meanwhile_is_neither_made_anew_nor_written(tmp_path, monkeypatch):
+    """Another process moves its file, and closes it, before this one has locked it."""
+    path = tmp_path / "a.tsv"
+    lock = GrowingTable._lock
+    glob = Path.glob
+
+    def find_one_more(folder: Path, pattern: str) -> list[Path]:
+        return [*glob(folder, pattern), tmp_path / "a.tsv.finished.partial"]
+
+    def finish_first(table: GrowingTable, partial: Path, mode: str) -> BinaryIO:
+        file = lock(table, partial, mode)
+        if mode == "a+b" and not path.exists():
+            partial.write_text("genes\nx\n")
+            partial.rename(path)
+        return file
+
+    monkeypatch.setattr(Path, "glob", find_one_more)
+    monkeypatch.setattr(GrowingTable, "_lock", finish_first)
+    table = begin(path, "key")
+    assert table.num_rows == 0
+    assert table.partial.exists()
+    table.close()
+    assert path.read_text() == "genes\nx\n"
+    assert list(tmp_path.iterdir()) == [path]
