@@ -248,6 +248,8 @@ def test_pairs_contribute_what_the_part_loses_without_them(shared, monkeypatch, 
     shared = shared.to("cpu", torch.float64)
     models = [make_pairs_model(shared), make_model(readout="global").double().eval()]
     models.append(make_pairs_model(shared, readout="local", layers=1))
+    others = [models[1], torch.nn.Linear(1, 1)]
+    assert not any(map(has_pairs, others)) and has_pairs(models[2])
     torch.nn.init.normal_(models[2].terms["pairs"].linear.weight)
     units = [torch.tensor([unit]).double() for unit in (2.0, 3.0, 4.0)]
     batch = make_batch(shared, PAIRS)
@@ -320,14 +322,6 @@ def test_features_of_a_pair_are_named_by_commas(shared):
     ((of_first, of_second),) = name_pairs(largest, shared, ["A", "B", "C", "D"])
     assert of_first == []
     assert of_second == [("D,B", 0.5, r"no common neighbours by a,edge by a\,b")]
-
-
-def test_models_without_features_of_pairs_name_none(shared):
-    units = [torch.ones(1).double()]
-    batch = make_batch(shared, PAIRS)
-    for model in (make_model(), make_model(readout="global"), torch.nn.Linear(1, 1)):
-        assert not has_pairs(model)
-        assert not largest_pairs([model], units, shared, 2, batch).contribution.any()
 
 
 # ---- The command and Python ----------------------------------------------------------------------
@@ -471,6 +465,9 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
             [each.contribution for each in named], rel=1e-4, abs=1e-6
         )
         assert [line[2] for line in cells] == [each.features for each in named]
+        of_knocked_out = [each.without for each in named if each.without is not None]
+        without = [float(line[3]) for line in cells if line[3]]
+        assert without == pytest.approx(of_knocked_out, rel=1e-4, abs=1e-6)
     assert len(explained["Y01,Y02"][0]) == 4
     assert not explained[""][0]
     assert {each.node for each in explained["Y01,Y02"][0][:2]} == {"Y01", "Y02"}
@@ -492,7 +489,7 @@ def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):
 
 @pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
 def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_path, runs):
-    """At the levels of the others, by any readout; as many lines as nodes are asked for."""
+    """At the levels of the others, by any readout."""
     checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
     others = {
         "Y01,Y02=0.3,Y05": {"Y01": "Y02=0.3,Y05", "Y02": "Y01,Y05", "Y05": "Y01,Y02=0.3"},
@@ -507,16 +504,8 @@ def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_
         nodes = [each for each in named if "," not in each.node]
         has_living = bool(one_set) and runs != ["c"]
         assert (len(nodes) > len(others[one_set])) == has_living
-    write_table(tmp_path / "ask.tsv", [("genes",), *[(genes,) for genes in others]])
     output = predict(0, "ask.tsv", *checkpoints, "--explain", "2").check().stdout
     assert output.count("no knock-out pass that can be explained: it names") == ("c" in runs)
-    lines = [line.split("\t") for line in (tmp_path / "ask.explained.tsv").read_text().splitlines()]
-    written = [[line[2] for line in lines[1:]][row : row + 2] for row in range(0, 8, 2)]
-    explained = predictor.explain(list(others), num_nodes=2)
-    for nodes, (named,) in zip(written, explained, strict=True):
-        assert list(filter(None, nodes)) == [each.node for each in named]
-    assert float(lines[1][5]) == pytest.approx(explained[0][0][0].without, rel=1e-5)
-    assert float(lines[1][3]) == pytest.approx(explained[0][0][0].contribution, rel=1e-3)
 
 
 def test_all_contributions_add_up_to_the_part(members, tmp_path):
@@ -544,20 +533,6 @@ def test_pairs_stand_between_knocked_out_and_living_nodes(members, tmp_path, run
         assert "," not in each.node
     (few,) = predictor.explain(["Y01,Y02,Y05"], num_nodes=4)[0]
     assert [each.node for each in few] == [each.node for each in named[:4]]
-
-
-@pytest.mark.slow
-def test_runs_with_and_without_pairs_explain_together(members, predict, trained, tmp_path):
-    trained("model.pairs=false", "optim.lr=0.05", "run.name=without")
-    runs = [last_checkpoint(tmp_path / "runs" / name) for name in ("a", "without")]
-    check_pairs_of_two(Predictor(*runs, device="cpu"), ["Y01,Y02"])
-    (named,) = Predictor(runs[1], device="cpu").explain(["Y01,Y02"], num_nodes=30)[0]
-    assert all("," not in each.node for each in named)
-    for nproc in (0, 2):  # of single knock-outs, no pair is computed
-        predict(nproc, "all-singles", *runs, "--explain", "2").check()
-        _, *lines = (tmp_path / "all-singles.explained.tsv").read_text().splitlines()
-        assert len(lines) == 60
-        assert all("," not in line.split("\t")[2] for line in lines)
 
 
 def test_effects_on_nodes_hang_on_the_knocked_out_ones_and_the_target(train, predict, tmp_path):
@@ -591,26 +566,19 @@ def test_effects_on_nodes_hang_on_the_knocked_out_ones_and_the_target(train, pre
 
 
 @pytest.mark.parametrize(
-    ("nproc", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (2, ["runs/a", "--explain", "0"], "--explain takes a number above 0, and not together"),
-        (0, ["runs/a", "--explain", "3", "--parts"], "--explain takes a number above 0, and not"),
-        (0, ["runs/a", "--explain", "many"], "argument --explain: invalid int value: 'many'"),
+        (["--explain", "0"], "--explain takes a number above 0, and not together with --parts"),
+        (["--explain", "3", "--parts"], "--explain takes a number above 0, and not together"),
+        (["--explain", "many"], "argument --explain: invalid int value: 'many'"),
     ],
 )
-def test_what_cannot_be_explained_is_one_sentence(
-    members,
-    predict,
-    tmp_path,
-    nproc,
-    arguments,
-    message,
-):
-    result = predict(nproc, "all-singles", *arguments)
+def test_what_cannot_be_explained_is_one_sentence(trained, predict, arguments, message):
+    trained("run.name=run")
+    result = predict(0, "all-singles", "runs/run", *arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
-    assert not list(tmp_path.glob("all-singles.*"))
 
 
 def test_without_the_part_there_are_predictions_but_no_reasons(
