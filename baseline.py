@@ -296,7 +296,8 @@ def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tenso
     penalties = list(reversed(PENALTIES))  # each fit starts from the one before
     for penalty in progress_bar(penalties, "fitting sums of responses"):
         fit = to_fitted.fit(penalty * targets.scale, fit)
-        error = to_fitted.losses(fit).mul_(targets.validated).sum(0)
+        losses = to_fitted.loss(design.predict(fit), y)
+        error = losses.mul_(targets.validated).sum(0)
         is_better = error <= least
         best = fit.where(is_better, best)
         best_penalty = (penalty * targets.scale).where(is_better, best_penalty)

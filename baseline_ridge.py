@@ -199,14 +199,6 @@ class NormalEquations:
         gradient[2:] -= penalty * x[2:]
         return gradient
 
-    def distance(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the squared, preconditioned norm of the gradient at x, [T], given y - prediction.
-
-        It is 0 at the solution.
-        """
-        gradient = self.gradient(residual, penalty, x)
-        return (gradient.square() / self.diagonal(penalty)).sum(0)
-
     def solve(
         self,
         residual: Tensor,
@@ -217,7 +209,8 @@ class NormalEquations:
     ) -> Tensor:
         """Returns the solution, [2 + NK, T], starting from x, whose residual is y - prediction.
 
-        It ends at a `distance` of `least` [T], or of `reduction`**2 times that of x.
+        It ends where the squared, preconditioned norm of the gradient is `least` [T], or
+        `reduction`**2 times that of x.
         """
         right = self.gradient(residual, penalty, x)
         diagonal = self.diagonal(penalty)
@@ -277,10 +270,6 @@ class Ridge:
         """
         return y - prediction, torch.ones_like(y)
 
-    def losses(self, x: Tensor) -> Tensor:
-        """Returns the loss of each prediction with coefficients x, [n, T]."""
-        return self.loss(self.design.predict(x), self.y)
-
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the solution for a penalty, or for one per effect [NK, T], starting from x."""
         x = self.improve(penalty, x)
@@ -320,7 +309,8 @@ class LogisticRidge(Ridge):
         """Returns the distance of x from the solution, [T], in the units of the tolerance."""
         residual, curvature = self.linearise(self.design.predict(x), self.y)
         equations = NormalEquations(self.design, self.weight * curvature)
-        distance = equations.distance(residual, penalty, x)
+        gradient = equations.gradient(residual, penalty, x)
+        distance = (gradient.square() / equations.diagonal(penalty)).sum(0)
         return (distance / self.unit).sqrt()
 
     def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:

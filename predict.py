@@ -95,23 +95,24 @@ class Settings:
             name += f".{first}-" if last == sys.maxsize else f".{first}-{last}"
         return Path(f"{name}.{kind}.tsv")
 
+    def digest_of_table(self) -> str:
+        """Returns a hash of the table's file, or what names a screen; raises `UserError`."""
+        size, _ = screen(self.table)
+        return self.table if size else file_digest(self.table)
+
     def key(self) -> str:
         """Returns a hash of all that a file of this name follows from; raises `DataError`."""
-        size, _ = screen(self.table)
-        table = self.table if size else file_digest(self.table)
         runs = [file_digest(run.file) for run in self.runs]
-        content = repr((table, self.parts, self.explain, runs))
+        content = repr((self.digest_of_table(), self.parts, self.explain, runs))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def hashes(self) -> dict[str, str]:
         """Returns hashes of what the ranks have read of the table and of the models."""
-        size, _ = screen(self.table)
         of_models = hashlib.sha256()
         for run in self.runs:
             for tensor in run.checkpoint["model"].values():
                 of_models.update(tensor.flatten().view(torch.uint8).numpy())
-        table = self.table if size else file_digest(self.table)
-        return {"TABLE (hash)": table, "RUN (hash)": of_models.hexdigest()}
+        return {"TABLE (hash)": self.digest_of_table(), "RUN (hash)": of_models.hexdigest()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

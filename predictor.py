@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, NamedTuple
@@ -433,13 +433,10 @@ class Predictor:
     ) -> list[list[list[NamedTuple]]]:
         """Returns the nodes, and pairs of them, that predictions hang on: `Contribution`s.
 
-        They are lists by set and by score of three groups, the largest first in each. First come
-        the knocked-out nodes, with the prediction `without` each and what it is less. Then come
-        pairs of these, as `A,B`, by what they add to the part `pairs`, with their largest features
-        in `relations`; a model without features of pairs has none (see predict_pairs). Last come
-        nodes by the changes of their states. The sum of these over all nodes is the part `knockout`
-        less that of a change of 0; a model without a knock-out pass that can be explained has none
-        (see predict_explain).
+        They are lists by set and by score of three groups, the largest first in each: knocked-out
+        nodes, with the prediction `without` each; pairs of these, as `A,B`, by what they add to the
+        part `pairs`, with the `features` by which they do most; and nodes by what the changes of
+        their states add to the part `knockout` (see predict_explain and predict_pairs).
 
         Args:
             sets, columns: those of `predict`.
@@ -451,14 +448,11 @@ class Predictor:
         if num_nodes < 1:
             raise UserError(f"num_nodes={num_nodes}: ask for 1 or more")
         most = min(num_nodes, len(self.tables.genes))
+        explainer = explainer_of(self.ensemble)
         rows = []
         for _, chunk in self._chunks(texts_of(sets), "raise", columns):
-            rows += self._explainer.explain(chunk.samples, most)
+            rows += explainer.explain(chunk.samples, most)
         return rows
-
-    @cached_property
-    def _explainer(self) -> Any:
-        return explainer_of(self.ensemble)
 
     def _chunks(
         self, sets: list[str], unknown: str, columns: Mapping[str, Sequence[Any]] | None

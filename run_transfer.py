@@ -50,10 +50,9 @@ def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Ori
     """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
 
     `ENTRIES` say which dimensions of them have an entry for each node, relation, feature, output or
-    feature of pairs. Of these, the entries are copied whose names, in
-    `origin`, both have. Those with entries for the responses of a node are copied if both have the
-    same responses, such as to losses and to gains. Those that are fitted to the tables before
-    training stay.
+    feature of pairs. Of these, the entries are copied whose names, in `origin`, both have. Those
+    with entries for the responses of a node are copied if both have the same responses, such as to
+    losses and to gains. Those that are fitted to the tables before training stay.
     """
     kinds_left = {"fitted"}
     if responses_of(checkpoint.get("basis")) != responses_of(origin.basis):
