@@ -33,7 +33,6 @@ def test_the_graph_of_a_run_is_that_of_its_tables(tmp_path, weighted):
     tables = synthetic_tables(PRESETS["small"])
     if weighted:
         tables.edge_weight = torch.rand(len(tables.edge_type), dtype=torch.float64)
-        tables.edge_attr = torch.rand(len(tables.edge_type), 2)
         tables.features = torch.rand(len(tables.genes), 3)
         tables.feature_names = ["f", "g", "h"]
     torch.save(fields_of_graph(tables), tmp_path / "graph.pt")
