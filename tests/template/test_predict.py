@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -285,15 +284,6 @@ def test_the_first_samples_choose_how_messages_are_passed(members, tmp_path, mon
     for sets in ([], ["Y01", "Y02"], ["Y03"]):
         predictor.predict(sets)
     assert planned == [2] * len(members)
-
-
-def test_one_predictor_serves_several_threads(members, tmp_path):
-    predictor = Predictor(tmp_path / members[0], device="cpu")
-    sets = [f"Y{k:02d},Y{(7 * k) % 30:02d}" for k in range(30)]
-    expected = predictor.predict(sets).mean
-    with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: predictor.predict(sets).mean, range(40)):
-            np.testing.assert_array_equal(found, expected)
 
 
 def test_cells_of_further_columns_may_be_numbers(members, tmp_path, monkeypatch):

@@ -508,17 +508,6 @@ def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_
     assert output.count("no knock-out pass that can be explained: it names") == ("c" in runs)
 
 
-def test_all_contributions_add_up_to_the_part(members, tmp_path):
-    predictor = Predictor(last_checkpoint(tmp_path / members[0]), device="cpu")
-    sets = ["Y01,Y02", "Y05", "Y29"]
-    part = predictor.parts([*sets, ""])["knockout"][:, 0]
-    sums = []
-    for (named,) in predictor.explain(sets, num_nodes=1000):
-        of_states = [each for each in named if each.without is None and "," not in each.node]
-        sums.append(sum(each.contribution for each in of_states))
-    np.testing.assert_allclose(sums, part[:-1] - part[-1], rtol=1e-2, atol=1e-5)
-
-
 @pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
 def test_pairs_stand_between_knocked_out_and_living_nodes(members, tmp_path, runs):
     checkpoints = [last_checkpoint(tmp_path / "runs" / run) for run in runs]
