@@ -122,7 +122,7 @@ def test_the_range_is_that_of_training_rows_with_a_score():
     assert found.pop("seen").tolist() == [True, False, True, False]
     assert found == {"lowest": 0.2, "highest": 1.0, "largest": 2}
 
-    sets = [{0: 0.2}, {1: 0.5}, {0: 0.1}, {2: 1.1}, {0: 0.5, 2: 0.5, 1: 0.5}, {}]
+    sets = [{0: 0.2}, {1: 0.5}, {0: 0.1}, {2: 1.1}, {0: 0.5, 2: 0.5, 1: 0.5}, {0: 0.5, 2: 0.5}]
     asked = tables_of(sets, torch.zeros(6, 1))
     beyond = is_beyond(asked, training_range(tables))
     assert beyond.int().tolist() == [[0, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0]]
