@@ -462,6 +462,8 @@ def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
     for runs in (["runs/fp32", "runs/fp64"], ["runs/fp64", "runs/fp32"]):
         predict(0, "ask.tsv", *runs, option, "--parts").check()
         predict(0, "ask.tsv", *runs, option, "--explain=3").check()
+        models = Predictor(*(tmp_path / run for run in runs), device="cpu").ensemble.models
+        assert {next(model.parameters()).dtype for model in models} == {torch.float64}
 
 
 def test_each_score_has_a_standard_deviation(train, predict, tmp_path):
