@@ -256,7 +256,8 @@ def read_run(folder: Path) -> Results:
         raise UserError(f"there is no run folder {folder}: name one, such as runs/NAME")
     state = read_status(folder).get("state", "finished")
     if state != "finished" and not os.path.exists(file):
-        raise UserError(f"{folder} has no test.tsv, as it is {state}: start it again")
+        problem = f"{folder} has no test.tsv, as it is {state}"
+        raise UserError(f"{problem}: wait, or start it again, which resumes it")
     return read_results(file)
 
 

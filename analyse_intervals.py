@@ -13,14 +13,14 @@ from torch_geometric.utils import scatter
 from metrics import mean_and_std, mean_present, pearson, rank, standardise
 
 
-def noise_ceiling(y: Tensor, sd: Tensor) -> Tensor:
+def noise_ceiling(y: Tensor, sd: Tensor, weight: Tensor | float) -> Tensor:
     """Returns the largest R2 that noise in y allows, 1 - noise variance / variance of y, [T].
 
     `sd` is the noise's standard deviation, [n, 1]. The ceiling is nan where y varies no more than
     the noise.
     """
-    noise = mean_present(sd.square().expand(y.shape), y)
-    _, std = mean_and_std(y)
+    noise = mean_present(sd.square().expand(y.shape), y, weight)
+    _, std = mean_and_std(y, weight)
     ceiling = 1 - noise / std.square()
     varies = ~pearson(y, y).isnan()
     return ceiling.where(varies & (ceiling > 0), math.nan)

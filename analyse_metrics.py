@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -100,27 +100,17 @@ def gains(
 ) -> dict[str, list[float]]:
     """Returns the 95 % intervals of metrics less the rival's, each by its `name_of_gain`.
 
-    They are those of Pearson's r and of `metrics.METRICS`, also by weight if rows have weights.
-    `means` are of `target_metrics`, over the targets.
+    They are those `with_pearson`. `means` are of `target_metrics`, over the targets.
     """
-    weights = {"": 1.0}
-    if rows.weight is not None:
-        weights["weighted_"] = rows.weight.unsqueeze(1)
+    options = {"cluster": cluster, "resamples": resamples, "weight": rows.row_weight}
     intervals = {}
-    for (prefix, weight), (name, metric) in product(weights.items(), with_pearson().items()):
-        resampled = partial(
-            analyse_intervals.resampled,
-            metric,
-            rows.y,
-            cluster=cluster,
-            resamples=resamples,
-            weight=weight,
-        )
+    for name, metric in with_pearson().items():
+        resampled = partial(analyse_intervals.resampled, metric, rows.y, **options)
         differences = resampled(rows.prediction) - resampled(rows.rivals[rival])
         if rows.y.size(1) > PROFILE:
-            gain = means[f"{prefix}{name}"] - means[f"{rival}_{prefix}{name}"]
+            gain = means[name] - means[f"{rival}_{name}"]
             differences = analyse_intervals.centred(differences, gain)
-        intervals[name_of_gain(f"{prefix}{name}")] = analyse_intervals.interval(differences)
+        intervals[name_of_gain(name)] = analyse_intervals.interval(differences)
     return intervals
 
 
@@ -142,7 +132,8 @@ def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
 def profile_metrics(rows: Results) -> dict[str, float]:
     """Returns the means over rows of Pearson's r within a row, and of the largest scores' error.
 
-    That is the squared error of the `PROFILE` largest absolute scores of each row.
+    That is the squared error of the `PROFILE` largest absolute scores of each row. All rows count
+    alike.
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
@@ -158,20 +149,20 @@ def target_metrics(
 ) -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan where undefined.
 
-    Those `with_pearson` stand beside the rivals', by weight, too, if rows have weights. If rows
-    have an `sd`, there are also the ceilings of R2 and of Pearson's r, which predictions without an
-    error would reach. With a threshold, or binary scores, there are also AUROC and average
-    precision of finding the rows below the threshold by low predictions, or those of 1 by high
-    ones.
+    Those `with_pearson` stand beside the rivals'. If rows have an `sd`, there are also the ceilings
+    of R2 and of Pearson's r, which predictions without an error would reach. With a threshold, or
+    binary scores, there are also AUROC and average precision of finding the rows below the
+    threshold by low predictions, or those of 1 by high ones. In these two, all rows count alike.
     """
     y = rows.y
     prediction = rows.prediction
+    weight = rows.row_weight
     each = {}
     for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
-        each[metric.__name__] = metric(y, prediction)
-    each |= metrics.metrics_beside_rivals(y, prediction, rows.rivals, rows.weight, with_pearson())
+        each[metric.__name__] = metric(y, prediction, weight)
+    each |= metrics.metrics_beside_rivals(y, prediction, rows.rivals, weight, with_pearson())
     if rows.sd is not None:
-        each["ceiling_r2"] = analyse_intervals.noise_ceiling(y, rows.sd.unsqueeze(1))
+        each["ceiling_r2"] = analyse_intervals.noise_ceiling(y, rows.sd.unsqueeze(1), weight)
         each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
         each["r2_of_ceiling"] = each["r2"] / each["ceiling_r2"]
     positive = None
@@ -224,10 +215,10 @@ def metrics_together(
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
     """Returns the names of the two best `runs`, and their `difference` in the first of METRICS.
 
-    It is the weighted one if rows have weights, as `metric` says. `gain` is the 95 % interval of
-    the difference. Rows are drawn as in `metrics_of_rows`, the same ones for both runs.
+    `gain` is the 95 % interval of the difference. Rows are drawn as in `metrics_of_rows`, the same
+    ones for both runs.
     """
-    metric = first_metric(next(iter(members.values())))
+    metric = metrics.first_metric()
     quality = {}
     for name, rows in members.items():
         quality[name] = nanmeans(target_metrics(rows, loss))[metric]
@@ -237,26 +228,19 @@ def difference_of_best(members: dict[str, Results], loss: str) -> dict:
     of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, None, resamples)
     return {
         "runs": [best, second],
-        "metric": metric,
         "difference": of_best[metric] - of_best[f"second_{metric}"],
         "gain": of_best[name_of_gain(metric)],
     }
-
-
-def first_metric(rows: Results) -> str:
-    """Returns the name of the first of METRICS, which decides, by weight if rows have weights."""
-    prefix = "" if rows.weight is None else "weighted_"
-    return prefix + metrics.first_metric()
 
 
 # ---- Without the model ---------------------------------------------------------------------------
 def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
     """Returns the metrics of rivals, the best first, given the prediction [n, T] of each by name.
 
-    They are ordered by the `first_metric`. `gain` is the 95 % interval of the model's Pearson's r
+    They are ordered by the first of METRICS. `gain` is the 95 % interval of the model's Pearson's r
     less theirs; that of another first metric is there, too.
     """
-    first = first_metric(rows)
+    first = metrics.first_metric()
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
     by_rival = {}

@@ -100,9 +100,15 @@ class Results:
             rows.append([*numbers, -1][:2])
         return torch.tensor(rows)
 
+    @property
+    def row_weight(self) -> Tensor | float:
+        """By what rows count in metrics, [n, 1] or 1."""
+        return 1.0 if self.weight is None else self.weight.unsqueeze(1)
+
     def counts(self) -> str:
-        """Returns the numbers of rows and scores as a text."""
-        return f"rows {len(self.y):,}, scores {len(self.targets):,}"
+        """Returns the numbers of rows and scores as a text, and whether rows have weights."""
+        text = f"rows {len(self.y):,}, scores {len(self.targets):,}"
+        return text if self.weight is None else f"{text}; rows count by weight"
 
 
 def level_of(name: str) -> str:
@@ -199,8 +205,8 @@ def check_same_rows(members: list[Results], files: list[Path]) -> None:
             and is_same(member.sd, first.sd)
         ):
             raise UserError(
-                f"{file} has other test rows than {files[0]}, or was trained on others: compare "
-                "runs of one table and split"
+                f"{file} has other test rows, scores, weights or unseen nodes than {files[0]}: "
+                "compare runs of one table and split"
             )
 
 

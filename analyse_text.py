@@ -1,22 +1,17 @@
 """Metrics and rivals of runs as lines of text, in tables."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import metrics
-from analyse_metrics import MOST, name_of_gain
+from analyse_metrics import MOST, name_of_gain, with_pearson
 
 SHOWN = 20  # targets printed at most
 NO_RIVAL = "test.tsv has no rival: groups of rows have no difference from one (see model.start)"
-COLUMNS = {
-    "n": "rows",
-    "rows": "with those without a score",
-    "pearson": "Pearson",
-    "gain": "difference (95 %)",
+DIFFERENCE = "difference (95 %)"
+# Titles of the columns behind those of `METRICS` and their rivals.
+TITLES = {
     "ceiling_pearson": "noise ceiling",
-    "weighted_pearson": "weighted Pearson",
-    "weighted_gain": "weighted difference (95 %)",
-    "row_pearson": "row Pearson",
     "mse_top20": "MSE of top 20",
     "spearman": "Spearman",
     "r2": "R2",
@@ -25,35 +20,24 @@ COLUMNS = {
     "auroc": "AUROC",
     "average_precision": "avg. precision",
 }
-# Metrics that rivals have, too, and what stands before a rival's name in the title.
-OF_RIVALS = {"pearson": "", "weighted_pearson": "weighted ", "row_pearson": "row "}
 
 
-def columns_beside(rivals: Iterable[str]) -> dict[str, str]:
+def columns_beside(rivals: Collection[str]) -> dict[str, str]:
     """Returns the names and titles of all columns, those of rivals behind the model's."""
-    titles = {}
-    for name, title in COLUMNS.items():
-        titles[name] = title
-        if name in OF_RIVALS:
+    titles = {"n": "rows", "rows": "with those without a score", "pearson": "Pearson"}
+    for rival in rivals:
+        titles[f"{rival}_pearson"] = rival
+    titles["gain"] = DIFFERENCE
+    for metric in with_pearson():
+        if metric != "pearson":
+            titles[metric] = metric.replace("_", " ").capitalize()
             for rival in rivals:
-                titles[f"{rival}_{name}"] = OF_RIVALS[name] + rival
-        if name == "weighted_gain":
-            titles |= columns_of_own_metrics(rivals)
-    return titles
-
-
-def columns_of_own_metrics(rivals: Iterable[str]) -> dict[str, str]:
-    """Returns the names and titles of columns of the `METRICS` beside Pearson's r."""
-    titles = {}
-    for metric in metrics.METRICS:
-        for name in (metric, f"weighted_{metric}"):
-            if metric == "pearson":
-                continue
-            titles[name] = name.replace("_", " ").capitalize()
-            for rival in rivals:
-                titles[f"{rival}_{name}"] = f"{rival} {titles[name]}"
-            titles[name_of_gain(name)] = f"{titles[name]} difference (95 %)"
-    return titles
+                titles[f"{rival}_{metric}"] = f"{rival} {titles[metric]}"
+            titles[name_of_gain(metric)] = f"{titles[metric]} {DIFFERENCE}"
+    titles["row_pearson"] = "row Pearson"
+    for rival in rivals:
+        titles[f"{rival}_row_pearson"] = f"row {rival}"
+    return titles | TITLES
 
 
 def lines_of_run(analysis: dict, rivals: Collection[str], has_noise: bool) -> list[str]:
@@ -87,7 +71,7 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     best, second = best_two["runs"]
     difference = cell(best_two["difference"])
     interval = cell(best_two["gain"])
-    metric = columns_beside(rivals)[best_two["metric"]]
+    metric = columns_beside(rivals)[metrics.first_metric()]
     lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
     uncertainty = cell(analysis["uncertainty"])
     lines.append(f"Spearman of standard deviation and absolute error: {uncertainty}")
@@ -114,7 +98,7 @@ def noise_text(analysis: dict) -> str:
     return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
 
 
-def table(analysis: dict, rivals: Iterable[str]) -> list[str]:
+def table(analysis: dict, rivals: Collection[str]) -> list[str]:
     """Returns the lines of a table of metrics: all rows, each smaller group, the first targets."""
     rows = [("all", analysis)]
     for name in ("unseen", "deletions"):
@@ -140,10 +124,7 @@ def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
     """
     strongest = next(iter(rivals))
     of_strongest = rivals[strongest]
-    gain = name_of_gain(metrics.first_metric())
-    if f"weighted_{gain}" in of_strongest:
-        gain = f"weighted_{gain}"
-    low, high = of_strongest[gain]
+    low, high = of_strongest[name_of_gain(metrics.first_metric())]
     place = "not clearly above it"
     if round(low, 4) > 0:
         place = "above it"

@@ -1,8 +1,8 @@
 """Metrics: each is one vectorised function of y and predictions, with a value for each target.
 
 To log another one, write a function and add it to `METRICS`. It takes y [n, T], nan where a score
-is missing, predictions [n, T], and the rows' weight, [n, 1] or 1. It returns [T], nan where it is
-undefined.
+is missing, predictions [n, T], and the rows' weight, [n, 1] or 1, by which rows count. It returns
+[T], nan where it is undefined.
 
 Shapes: n rows of T targets.
 """
@@ -51,10 +51,10 @@ def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return (values - mean) / std
 
 
-def mean_present(values: Tensor, y: Tensor) -> Tensor:
-    """Returns the mean of each target's values [n, T] where y is not nan, [T]."""
+def mean_present(values: Tensor, y: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """Returns the `weighted_mean` of the values [n, T] of scores that are there, of y [n, T]."""
     present = ~y.isnan()
-    return weighted_mean(values.where(present, 0.0), present)
+    return weighted_mean(values.where(present, 0.0), (weight * present).to(values.dtype))
 
 
 def mean_defined(values: Tensor, weight: Tensor | float) -> Tensor:
@@ -63,20 +63,20 @@ def mean_defined(values: Tensor, weight: Tensor | float) -> Tensor:
     return weighted_mean(values.where(is_defined, 0.0), weight * is_defined)
 
 
-def mse(y: Tensor, prediction: Tensor) -> Tensor:
+def mse(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns the mean squared error, [T]."""
-    return mean_present((prediction - y).square(), y)
+    return mean_present((prediction - y).square(), y, weight)
 
 
-def r2(y: Tensor, prediction: Tensor) -> Tensor:
+def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns R2, the explained share of the variance, [T], nan where y is constant."""
-    _, std = mean_and_std(y)
-    is_defined = ~pearson(y, prediction).isnan()
-    return (1 - mse(y, prediction) / std.square()).where(is_defined, math.nan)
+    _, std = mean_and_std(y, weight)
+    is_defined = ~pearson(y, prediction, weight).isnan()
+    return (1 - mse(y, prediction, weight) / std.square()).where(is_defined, math.nan)
 
 
 def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns Pearson's r, [T], in which rows count by their weight, [n, 1].
+    """Returns Pearson's r, [T].
 
     It is nan where y is constant, so that no mean counts such a target. It is 0 where only the
     prediction is constant, so that means of different predictions are over the same targets.
@@ -130,33 +130,24 @@ def metrics_beside_rivals(
     y: Tensor,
     prediction: Tensor,
     rivals: dict[str, Tensor],
-    weight: Tensor | None,
+    weight: Tensor | float = 1.0,
     functions: dict[str, Callable[..., Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """Returns each metric by name, [T], and that of each rival as `<rival>_<name>`.
 
-    `rivals` are other predictions, [n, T] each. If rows have a weight, [n], there are also
-    `weighted_<name>` and `<rival>_weighted_<name>`. The metrics are `functions`, by default
-    `METRICS`.
+    `rivals` are other predictions, [n, T] each. The metrics are `functions`, by default `METRICS`.
     """
-    weights = {"": 1.0}
-    if weight is not None:
-        weights["weighted_"] = weight.unsqueeze(1)
     metrics = {}
     for name, metric in (functions or METRICS).items():
-        for prefix, of_rows in weights.items():
-            metrics[f"{prefix}{name}"] = metric(y, prediction, of_rows)
-            for rival, other in rivals.items():
-                metrics[f"{rival}_{prefix}{name}"] = metric(y, other, of_rows)
+        metrics[name] = metric(y, prediction, weight)
+        for rival, other in rivals.items():
+            metrics[f"{rival}_{name}"] = metric(y, other, weight)
     return metrics
 
 
 def names_in(metrics: dict[str, Any]) -> list[str]:
-    """Returns the names of those of `METRICS`, weighted ones too, that are among the keys."""
-    names = []
-    for name in METRICS:
-        names += [name, f"weighted_{name}"]
-    return [name for name in names if name in metrics]
+    """Returns the names of those of `METRICS` that are among the keys."""
+    return [name for name in METRICS if name in metrics]
 
 
 def first_metric() -> str:
@@ -167,11 +158,9 @@ def first_metric() -> str:
 def quality(metrics: dict[str, Any]) -> tuple[float, float]:
     """Returns a sort key, larger is better: the first metric (0 if undefined), then minus the loss.
 
-    If rows have weights, it is the weighted metric. A loss that is nan is the worst.
+    A loss that is nan is the worst.
     """
-    first = first_metric()
-    value = metrics.get(first, -math.inf)  # as in a checkpoint from before an edit
-    value = metrics.get(f"weighted_{first}", value)
+    value = metrics.get(first_metric(), -math.inf)  # as in a checkpoint from before an edit
     if math.isnan(value):
         value = 0.0
     loss = metrics["loss"]

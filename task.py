@@ -235,18 +235,19 @@ class KnockoutTask:
         """Returns the metrics of a split by name, beside the rivals', of outputs [n, T, C].
 
         They are the loss, the mean squared error and those of `metrics_beside_rivals`, as means
-        over the targets for which they are defined; nan if there are none. `rows` is the number of
-        rows in the split, `n` the number of those with a score.
+        over the targets for which they are defined; nan if there are none. In each of them, rows
+        count by their weights. `rows` is the number of rows in the split, `n` the number of those
+        with a score.
         """
         rows = self.rows(split)
         y = self.tables.y[rows]
-        weight = None if self.tables.weight is None else self.tables.weight[rows]
+        weight = 1.0 if self.tables.weight is None else self.tables.weight[rows].unsqueeze(1)
         losses = self.criterion.to(output.device).losses(output, y.nan_to_num())
         loss = weighted_mean(losses, self.tables.score_weight(rows))
         prediction = self.to_scores(output)
         each = {
             "loss": loss,
-            "mse": mse(y, prediction),
+            "mse": mse(y, prediction, weight),
             **metrics_beside_rivals(y, prediction, self.rivals_of(rows), weight),
         }
         means = {name: metric.nanmean().item() for name, metric in each.items()}
@@ -274,7 +275,11 @@ class KnockoutTask:
             f"{len(tables.targets):,} scores: {', '.join(tables.targets[:5])}"
         )
         data_notes = optional("data_notes")
-        return text if data_notes is None else f"{text}; {data_notes.details(tables)}"
+        if data_notes is not None:
+            text += f"; {data_notes.details(tables)}"
+        if tables.weight is not None:
+            text += "; in loss and metrics, rows count by weight"
+        return text
 
     def notes(self) -> list[str]:
         """Returns sentences for the log on what may be wrong with the tables."""

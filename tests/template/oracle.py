@@ -316,12 +316,13 @@ def logistic(design, y, held, weight):  # Newton's steps, each halved until it l
     return x
 
 
-def figures(y, prediction):
-    a, b = y[~np.isnan(y)], prediction[~np.isnan(y)]
+def figures(y, prediction, weight):
+    a, b, weight = (values[~np.isnan(y)] for values in (y, prediction, weight))
     if not len(a):
         return dict.fromkeys(("mse", "pearson", "r2", "spearman", "auroc"), math.nan)
-    mse = np.square(a - b).mean()
-    r = pearson(a, b)
+    mse = np.average(np.square(a - b), weights=weight)
+    variance = np.average(np.square(a - np.average(a, weights=weight)), weights=weight)
+    r = pearson(a, b, weight)
     ranked = b - a.mean()
     if np.isin(a, (0, 1)).all() and (b >= 0).all() and (b <= 1).all():
         with np.errstate(divide="ignore"):  # of certain ones
@@ -332,16 +333,17 @@ def figures(y, prediction):
     return {
         "mse": mse,
         "pearson": r,
-        "r2": math.nan if math.isnan(r) else 1 - mse / a.var(),
-        "spearman": pearson(ranks(a), ranks(ranked)),
+        "r2": math.nan if math.isnan(r) else 1 - mse / variance,
+        "spearman": pearson(ranks(a), ranks(ranked), weight),
         "auroc": (1 + wins.mean()) / 2 if wins.size else math.nan,
     }
 
 
-def pearson(a, b):
+def pearson(a, b, weight):
     if is_constant(a):
         return math.nan
-    return 0.0 if is_constant(b) else np.corrcoef(a, b)[0, 1]
+    covariance = np.cov(a, b, ddof=0, aweights=weight)
+    return 0.0 if is_constant(b) else covariance[0, 1] / np.sqrt(covariance.diagonal().prod())
 
 
 def ranks(values):

@@ -90,9 +90,6 @@ def test_curves_have_a_mark_at_the_step_of_the_best_validation():
     for number, place in ((1, "0.0"), (2, "190.0"), (4, "285.0")):
         svg = curves_svg([*rows[:number], {"kind": "train", "step": 8}], FIRST, [])
         assert svg.count(f'<path d="M{place} 0v240"') == svg.count(">best.pt</text>") == 2
-    weighted = [{**row, f"weighted_{FIRST}": -row["step"]} for row in rows]
-    assert svg.count(">best.pt</text>") == 2
-    assert curves_svg(weighted, FIRST, []).count('<path d="M0.0 0v240"') == 2
 
 
 @pytest.mark.parametrize(

@@ -94,29 +94,6 @@ def test_a_row_without_a_score_or_at_level_1_makes_no_node_seen(tmp_path, cells)
     assert {tuple(row[1:]) for row in cells} == {("1", name) for name in TEST_NODES}
 
 
-def test_a_node_is_seen_for_each_score_by_itself(tmp_path):
-    """The second score is missing in the training rows of the nodes to test."""
-    rows = module_rows(2)
-    for name in TEST_NODES:
-        rows += [(f"{name}={level}", score, "NA", "train") for level, score in ((0, 1), (0.5, 0.5))]
-    tables = read_modules(tmp_path, rows)
-    y, prediction = of_test_rows(tables)
-    assert pearson(y, prediction)[1] > 0.999
-    seen = tables.is_seen()
-    nodes = [tables.genes.index(name) for name in TEST_NODES]
-    assert seen[nodes, 0].all()
-    assert not seen[nodes, 1].any()
-    assert tables.unseen("test").tolist() == [[0, 1]] * 36
-    assert tables.unseen_share("test") == 0.5
-    task = task_of(tmp_path, tables)
-    path = tmp_path / "test.tsv"
-    path.write_text("".join(lines_of_test(task, torch.zeros(len(y), 2))))
-    found = read_results(path)
-    assert found.unseen.tolist() == [[0, 1]] * 36
-    assert found.unseen_genes == [name for name in TEST_NODES for _ in range(3)]
-    assert path.read_text().splitlines()[1].split("\t")[:3] == ["g00", "0,1", "g00"]
-
-
 @pytest.mark.parametrize("loss", ["squared", "binary"])
 @pytest.mark.parametrize("cells", [("{}", "NA"), ("{}=0.6", "NA"), ("{}=1", "NA")])
 def test_nodes_that_are_not_measured_tell_nothing_of_their_neighbours(tmp_path, loss, cells):

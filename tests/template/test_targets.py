@@ -19,16 +19,13 @@ from losses import LOSSES
 from mask import SharedGraph
 from metrics import mean_and_std, pearson, r2
 from model import ModelConfig
-from optim import OptimConfig
 from task import KnockoutTask
-from tests.sets import pack_sets, tables_of
+from tests.sets import tables_of
 from tests.template.fixtures import write_table
 from tests.template.tables import (
-    above_median,
     additive_tables,
     dense_design,
     gappy_tables,
-    sets_of,
     summary_of,
     without_validation,
     write_tables,
@@ -124,79 +121,7 @@ def with_baseline(task: KnockoutTask, y: torch.Tensor, prediction: torch.Tensor)
     return replace(task, tables=tables, rivals=rivals, criterion=criterion(*unit))
 
 
-def rows_with_score(tables: Tables, t: int) -> Tables:
-    """Returns the tables of the rows that have target t, alone."""
-    present = ~tables.y[:, t].isnan()
-    sets = [nodes for nodes, has in zip(sets_of(tables), present.tolist(), strict=True) if has]
-    perturbed, perturbed_ptr = pack_sets(sets)
-    return replace(
-        tables,
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        level=None,
-        y=tables.y[present, t],
-        split=tables.split[present],
-        weight=tables.weight[present],
-        targets=[tables.targets[t]],
-    )
-
-
 # ---- Metrics -------------------------------------------------------------------------------------
-def test_the_baseline_and_the_metrics_of_each_target_are_those_of_its_own_rows(tmp_path):
-    task = gappy_task(tmp_path)
-    tables = task.tables
-    prediction = task.rivals["baseline"]
-    rows = task.rows("val")
-    found = task.metrics("val", output_for(task, prediction[rows] + 1))
-    each = target_metrics(predictions_of(tables.y[rows], prediction[rows] + 1, prediction[rows]))
-    parts = []
-    for t in range(2):
-        alone = KnockoutTask.from_tables(rows_with_score(tables, t), task.config)
-        expected = alone.rivals["baseline"]
-        effect = task.start.effect[:, :, t : t + 1]
-        # Two fits to the same tolerance may be a rounding of float32 apart.
-        torch.testing.assert_close(effect, alone.start.effect, rtol=2e-7, atol=1e-10)
-        present = ~tables.y[:, t].isnan()
-        of_target = prediction[present, t : t + 1]
-        torch.testing.assert_close(of_target, expected, rtol=1e-8, atol=1e-8)
-        of_val = output_for(alone, expected[alone.rows("val")] + 1)
-        part = alone.metrics("val", of_val)
-        assert part.pop("n") == part.pop("rows") < len(rows)
-        for key in ("mse", "pearson", "baseline_pearson"):
-            assert each[key][t].item() == pytest.approx(part[key], rel=1e-7)
-        parts.append(part)
-    assert found.pop("n") == (~tables.y[rows].isnan()).any(dim=1).sum() < len(rows)
-    assert found.pop("rows") == len(rows)
-    assert found.keys() == parts[0].keys()
-    for key, value in found.items():
-        assert value == pytest.approx((parts[0][key] + parts[1][key]) / 2, rel=1e-7)
-
-
-def test_metrics_of_binary_scores_are_those_of_each_target_alone(tmp_path):
-    """The third target has no ones, so that it has a loss but no Pearson."""
-    task = replace(gappy_task(tmp_path), config=Config(optim=OptimConfig(loss="binary")))
-    gaps = task.tables.y
-    ones = above_median(gaps)
-    zeros = (0 * gaps[:, :1]).where(~gaps[:, :1].isnan(), math.nan)
-    y = torch.cat([ones, zeros], dim=1)
-    prediction = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).double()
-    of_all = with_baseline(task, y, prediction)
-    found = of_all.metrics("val", output_for(of_all, prediction[task.rows("val")]))
-    parts = []
-    for t in range(3):
-        present = ~y[:, t].isnan()
-        split = task.tables.split.where(present, -1)  # rows without this score are in none
-        part = replace(task, tables=replace(task.tables, split=split))
-        part = with_baseline(part, y[:, t : t + 1], prediction[:, t : t + 1])
-        of_val = prediction[part.rows("val"), t : t + 1]
-        parts.append(part.metrics("val", output_for(part, of_val)))
-        assert parts[t]["n"] == int(present[task.rows("val")].sum()) < len(task.rows("val"))
-    assert math.isnan(parts[2]["pearson"])
-    assert found["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3)
-    for key in ("pearson", "baseline_pearson"):
-        assert found[key] == pytest.approx((parts[0][key] + parts[1][key]) / 2)
-
-
 @pytest.mark.parametrize("value", [0.1, 0.7, 1e20])
 @pytest.mark.parametrize("n", [3, 7, 10, 49])
 def test_a_constant_prediction_has_no_correlation_and_constant_scores_none(n, value):

@@ -1,33 +1,24 @@
 """The task: its scale, its model, and its metrics, of scores of any kind."""
 
 import math
-from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
 from analyse_results import read_results
 from config import Config
-from data import DataConfig
-from data_tables import Tables
-from losses import Binary, Squared
 from metrics import mean_and_std, quality
 from model import ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask
-from tests.sets import pack_sets, tables_of
 from tests.template.fixtures import write_table
 from tests.template.tables import (
     additive_tables,
     gappy_tables,
-    without_validation,
     write_binary_scores,
 )
-from tests.tools.runs import output_for, read_metrics, task_of
+from tests.tools.runs import read_metrics
 
 
 def test_a_model_of_another_class_has_no_plan():
@@ -42,55 +33,6 @@ def test_a_model_of_another_class_has_no_plan():
 def test_constant_scores_have_the_scale_1(value):
     y = torch.full((1000,), value, dtype=torch.float64)
     assert mean_and_std(y.unsqueeze(1)) == (value, 1)
-
-
-def test_the_metrics_of_a_split_equal_their_definitions():
-    generator = torch.Generator().manual_seed(0)
-    y, prediction, baseline = torch.randint(-4, 5, (3, 60, 1), generator=generator).double()
-    rows = torch.arange(10, 60)
-    tables = tables_of([[]] * 60, y)
-    tables.split = torch.tensor([0] * 10 + [2] * 50, dtype=torch.int8)
-    task = task_of(SimpleNamespace(device="cpu"), SimpleNamespace(tables=tables))
-    task.criterion = Squared(*mean_and_std(y))
-    task.rivals["baseline"] = baseline
-    found = task.metrics("test", output_for(task, prediction[rows]))
-    variance = y.numpy().var()
-    y_of_rows, x, x_of_baseline = (values[rows, 0].numpy() for values in (y, prediction, baseline))
-    assert found["n"] == found["rows"] == 50
-    assert found["pearson"] == pytest.approx(np.corrcoef(y_of_rows, x)[0, 1])
-    assert found["baseline_pearson"] == pytest.approx(np.corrcoef(y_of_rows, x_of_baseline)[0, 1])
-    assert found["mse"] == pytest.approx(((y_of_rows - x) ** 2).mean())
-    assert found["loss"] == pytest.approx(found["mse"] / variance)
-
-    task.criterion = Binary(torch.zeros(1).double(), torch.ones(1).double())
-    task.tables.y = (y > 0).double()
-    found = task.metrics("test", prediction[rows].unsqueeze(2))
-    probability = 1 / (1 + np.exp(-x))
-    of_truth = np.where(y_of_rows > 0, probability, 1 - probability)
-    assert found["loss"] == pytest.approx(-np.log(of_truth).mean())
-
-
-@pytest.mark.parametrize(
-    ("sets", "split", "unseen"),
-    [
-        ([[0], [1], [0, 1], []], [0, 0, 1, 2], 0.0),
-        ([[0, 1], [2], [0, 3], [1, 3, 4]], [0, 2, 1, 1], 0.6),
-    ],
-)
-def test_training_hides_as_many_nodes_as_are_unseen_in_validation(sets, split, unseen):
-    perturbed, pointer = pack_sets(sets)
-    tables = Tables(
-        genes=["a", "b", "c", "d", "e"],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        perturbed=perturbed,
-        perturbed_ptr=pointer,
-        y=torch.arange(4.0).double(),
-        split=torch.tensor(split, dtype=torch.int8),
-    )
-    model = KnockoutTask.from_tables(tables, Config()).build_model()
-    assert model.unseen == pytest.approx(unseen)
 
 
 def test_the_mean_of_binary_scores_is_a_logit_and_their_unit_is_1():
@@ -122,52 +64,6 @@ def test_with_start_mean_no_rival_is_fitted_and_the_model_predicts_the_mean(read
 
 
 # ---- Validation without scores -------------------------------------------------------------------
-def test_figures_are_of_the_scores_that_validation_rows_have(tmp_path):
-    config = Config(data=DataConfig(cache_dir=str(tmp_path)))
-    task = KnockoutTask.from_tables(without_validation(additive_tables(1.0), 1), config)
-    of_first = replace(task.tables, y=task.tables.y[:, 0], targets=["score0"])
-    alone = KnockoutTask.from_tables(of_first, config)
-    prediction = task.rivals["baseline"][task.rows("val")] + 0.5
-    found = task.metrics("val", output_for(task, prediction))
-    expected = alone.metrics("val", output_for(alone, prediction[:, :1]))
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert quality(found) == pytest.approx(quality(expected), rel=1e-6)
-
-
-def test_weighted_metrics_stand_beside_those_without_weights(tmp_path):
-    config = Config(data=DataConfig(cache_dir=str(tmp_path)))
-    tables = additive_tables(1.0, num_scores=1)
-    rows = tables.rows("val")
-    prediction = tables.y[rows] + torch.arange(len(rows)).unsqueeze(1) % 7
-    task = KnockoutTask.from_tables(tables, config)
-    without = task.metrics("val", output_for(task, prediction))
-    tables.weight = 1.0 + torch.arange(len(tables.y)) % 6
-    task = KnockoutTask.from_tables(tables, config)
-    found = task.metrics("val", output_for(task, prediction))
-    assert set(found) - set(without) == {"weighted_pearson", "baseline_weighted_pearson"}
-    assert found["pearson"] == without["pearson"]
-    for name, predicted in {"": prediction, "baseline_": task.rivals["baseline"][rows]}.items():
-        values = torch.cat([tables.y[rows], predicted], dim=1).T
-        covariance = values.cov(correction=0, aweights=tables.weight[rows])
-        expected = covariance[0, 1] / covariance.diagonal().prod().sqrt()
-        assert found[f"{name}weighted_pearson"] == pytest.approx(expected.item())
-
-
-def test_a_result_without_a_loss_is_no_better_than_any(tmp_path):
-    """A later one with a loss then replaces the first, which training keeps as its best."""
-    nothing = {"pearson": math.nan, "loss": math.nan}
-    results = [
-        nothing,
-        {"pearson": math.nan, "loss": 9.0},
-        {"pearson": math.nan, "loss": 2.0},
-        {"pearson": 0.1, "loss": math.nan},
-        {"pearson": 0.1, "loss": 3.0},
-    ]
-    for worse, better in pairwise(results):
-        assert quality(better) > quality(worse)
-    assert not quality(nothing) > quality(dict(nothing))
-
-
 @pytest.mark.slow
 def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_path):
     gappy_tables(tmp_path)
