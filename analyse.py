@@ -10,22 +10,21 @@ more rivals, which predict the same rows without the model. It writes test.json 
 test.svg, into the run folder.
 
 Of several runs, it writes no file. It prints a line for each: the options in which they differ,
-best step and metrics. Then follow the metrics of each and of their mean prediction, the
-95 % interval of the difference of the best two, and the correlation of the predictions' standard
-deviation with the error of their mean.
+best step and metrics. Then follow the metrics of each and of their mean prediction, and the 95 %
+interval of the difference of the best two.
 
-With `--threshold X` it also says how well scores below X are found. With `--json` it prints a JSON
-object and nothing else, of one run the content of test.json; null is a number that is not defined.
-From Python, use `analyse_run` and `compare`.
+With `--json` it prints a JSON object and nothing else, of one run the content of test.json; null is
+a number that is not defined. From Python, use `analyse_run` and `compare`.
 
 Shapes: n rows of T targets.
 """
 
 import json
+import math
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +33,42 @@ sys.path.append(os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 
-import analyse_intervals
 import data
 import metrics
 from analyse_metrics import (
+    MOST,
     difference_of_best,
     ensemble_of,
     metrics_by_group,
     metrics_of_rivals,
     metrics_together,
+    name_of_gain,
+    with_pearson,
 )
 from analyse_results import Results, check_same_rows, read_results
-from analyse_text import lines_of_run, lines_of_runs, text_table
-from config import (
-    Config,
-    Parser,
-    expand_path,
-    load_config,
-    read_options,
-)
+from config import Config, Parser, expand_path, load_config, read_options
 from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import set_threads
 from errors import UserError
-from metrics import mean_and_std
 from parts import is_here, optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status
 
-POINTS = 2000  # in the plot at most
-COLOURED = 6  # scores with a colour of their own there at most
+SHOWN = 20  # targets printed at most
+NO_RIVAL = "test.tsv has no rival: groups of rows have no difference from one (see model.start)"
+DIFFERENCE = "difference (95 %)"
+# Titles of the columns behind those of `METRICS` and their rivals.
+TITLES = {
+    "ceiling_pearson": "noise ceiling",
+    "mse_top20": "MSE of top 20",
+    "spearman": "Spearman",
+    "r2": "R2",
+    "ceiling_r2": "R2 ceiling",
+    "mse": "MSE",
+    "auroc": "AUROC",
+    "average_precision": "avg. precision",
+}
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -86,9 +91,6 @@ def read_arguments(arguments: Sequence[str] | None) -> Namespace:
     """Returns the arguments of a command line; raises `UserError`."""
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
-    parser.add_argument(
-        "--threshold", type=float, metavar="X", help="also how well scores below X are found"
-    )
     parser.add_argument("--json", action="store_true", help="print a JSON object in place of text")
     parsed = parser.parse_args(arguments)
     parsed.runs = [Path(expand_path(run)) for run in parsed.runs]
@@ -98,9 +100,9 @@ def read_arguments(arguments: Sequence[str] | None) -> Namespace:
 def report(arguments: Namespace) -> int:
     """Prints what is asked for, and returns the exit status; raises `UserError`."""
     if len(arguments.runs) == 1:
-        analysis, lines = report_of_run(arguments.runs[0], arguments.threshold)
+        analysis, lines = report_of_run(arguments.runs[0])
     else:
-        analysis, lines = report_of_runs(arguments.runs, arguments.threshold)
+        analysis, lines = report_of_runs(arguments.runs)
     if arguments.json:
         lines = [as_json(analysis)]
     try:
@@ -113,17 +115,17 @@ def report(arguments: Namespace) -> int:
     return 0
 
 
-def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str]]:
+def report_of_run(folder: Path) -> tuple[dict, list[str]]:
     """Writes test.json and test.svg into a run's folder.
 
     Returns the content of test.json, and the lines to print. Raises `UserError`.
     """
     rows = read_run(folder)
-    analysis = metrics_of_run(folder, rows, threshold)
+    analysis = metrics_of_run(folder, rows)
     files = {folder / "test.json": as_json(analysis) + "\n"}
     plots = optional("run_plots")
     if plots is not None:
-        files[folder / "test.svg"] = plots.scatter_svg(*points_and_labels(rows))
+        files[folder / "test.svg"] = plots.predictions_svg(rows.y, rows.prediction, rows.targets)
     for file, text in files.items():
         with explain_write_errors(file, UserError, "copy the run folder"):
             write_atomically(file, [text])
@@ -133,10 +135,10 @@ def report_of_run(folder: Path, threshold: float | None) -> tuple[dict, list[str
     return analysis, lines
 
 
-def report_of_runs(folders: list[Path], threshold: float | None) -> tuple[dict, list[str]]:
+def report_of_runs(folders: list[Path]) -> tuple[dict, list[str]]:
     """Returns the result of `compare`, and the lines to print; raises `UserError`."""
     members = read_runs(folders)
-    analysis = metrics_of_runs(members, threshold)
+    analysis = metrics_of_runs(members)
     overview = {}
     for name, options in analysis["options"].items():
         texts = {key: str(value) for key, value in options.items()}
@@ -155,7 +157,7 @@ def as_json(analysis: dict) -> str:
 
 
 # ---- From Python ---------------------------------------------------------------------------------
-def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, Any]:
+def analyse_run(run: str | Path) -> dict[str, Any]:
     """Returns the metrics of a run's test predictions by name: the content of test.json.
 
     Nothing is printed or written. A metric that is not defined is nan. The keys are
@@ -168,16 +170,15 @@ def analyse_run(run: str | Path, threshold: float | None = None) -> dict[str, An
 
     Args:
         run: its folder.
-        threshold: if given, also how well scores below it are found, in the units of the score.
 
     Raises:
-        UserError: the run has not finished, is of another version, or has no such score.
+        UserError: the run has not finished, or is of another version.
     """
     folder = Path(run)
-    return metrics_of_run(folder, read_run(folder), threshold)
+    return metrics_of_run(folder, read_run(folder))
 
 
-def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[str, Any]:
+def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
     """Returns the metrics of several runs' test predictions, of each run and of their mean.
 
     Nothing is printed or written. A metric that is not defined is nan. The keys are
@@ -186,15 +187,12 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
     - `results`: of each, the best step, and metrics of validation and test;
     - `figures`: the metrics of each, by folder; `mean`: the mean of these; `ensemble`: the metrics
       of the mean prediction;
-    - `best_two`: the two `runs` of the highest Pearson's r, its `difference`, and as `gain` the
-      95 % interval of that for other test rows, of which both runs get the same;
-    - `uncertainty`: Spearman's correlation of the predictions' standard deviation with the error of
-      their mean;
+    - `best_two`: the two `runs` of the best first metric, its `difference`, and as `gain` the 95 %
+      interval of that for other test rows, of which both runs get the same;
     - `rivals` or `no_rivals`: as in `analyse_run`, beside the ensemble.
 
     Args:
         runs: two or more folders of runs with the same test rows.
-        threshold: if given, also how well scores below it are found, in the units of the score.
 
     Raises:
         UserError: a run has not finished, is of another version, was trained on other rows or
@@ -205,31 +203,27 @@ def compare(runs: Sequence[str | Path], threshold: float | None = None) -> dict[
         folders = [Path(run) for run in runs]
     if len(folders) < 2:
         raise UserError(f"compare takes a list of two runs or more, not {runs!r}: see analyse_run")
-    return metrics_of_runs(read_runs(folders), threshold)
+    return metrics_of_runs(read_runs(folders))
 
 
-def metrics_of_run(folder: Path, rows: Results, threshold: float | None) -> dict[str, Any]:
+def metrics_of_run(folder: Path, rows: Results) -> dict[str, Any]:
     """Returns the result of `analyse_run`, given the rows of the run's test.tsv."""
     config = config_of(folder)
-    check_threshold(threshold, rows, folder)
-    analysis = metrics_by_group(rows, config.optim.loss, threshold)
+    analysis = metrics_by_group(rows, config.optim.loss)
     return analysis | rivals_or_reason(rows, config, folder)
 
 
-def metrics_of_runs(members: dict[str, Results], threshold: float | None) -> dict[str, Any]:
+def metrics_of_runs(members: dict[str, Results]) -> dict[str, Any]:
     """Returns the result of `compare`, given the rows of each run's test.tsv, by folder."""
     folders = [Path(name) for name in members]
     configs = [config_of(folder) for folder in folders]
     loss = configs[0].optim.loss
-    ensemble, std = ensemble_of(members)
-    check_threshold(threshold, ensemble, folders[0])
+    ensemble = ensemble_of(members)
     analysis = {"options": differing_options(folders), "results": {}}
     for folder in folders:
         analysis["results"][str(folder)] = best_step(read_metrics(folder / "metrics.jsonl"))
-    analysis |= metrics_together(members, ensemble, loss, threshold)
+    analysis |= metrics_together(members, ensemble, loss)
     analysis["best_two"] = difference_of_best(members, loss)
-    correlation = analyse_intervals.uncertainty(ensemble.y, ensemble.prediction, std)
-    analysis["uncertainty"] = correlation
     return analysis | rivals_or_reason(ensemble, configs[0], folders[0])
 
 
@@ -295,12 +289,6 @@ def config_of(folder: Path) -> Config:
         ) from None
 
 
-def check_threshold(threshold: float | None, rows: Results, folder: Path) -> None:
-    """Raises `UserError` if no score of the run is below the threshold."""
-    if threshold is not None and not (rows.y < threshold).any():
-        raise UserError(f"{folder / 'test.tsv'} has no score below --threshold={threshold:g}")
-
-
 def tables_of(config: data.DataConfig, folder: Path) -> Tables:
     """Returns the tables of a run; raises `UserError` if they have changed since."""
     tables = data.load(config)
@@ -343,35 +331,147 @@ def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return shown
 
 
-def points_and_labels(rows: Results) -> tuple[list[tuple[str, list]], str, str]:
-    """Returns points (prediction, y) of each score, and what both axes are called, for the plot.
+# ---- Text ----------------------------------------------------------------------------------------
+def columns_beside(rivals: Collection[str]) -> dict[str, str]:
+    """Returns the names and titles of all columns, those of rivals behind the model's."""
+    titles = {"n": "rows", "rows": "with those without a score", "pearson": "Pearson"}
+    for rival in rivals:
+        titles[f"{rival}_pearson"] = rival
+    titles["gain"] = DIFFERENCE
+    for metric in with_pearson():
+        if metric != "pearson":
+            titles[metric] = metric.replace("_", " ").capitalize()
+            for rival in rivals:
+                titles[f"{rival}_{metric}"] = f"{rival} {titles[metric]}"
+            titles[name_of_gain(metric)] = f"{titles[metric]} {DIFFERENCE}"
+    titles["row_pearson"] = "row Pearson"
+    for rival in rivals:
+        titles[f"{rival}_row_pearson"] = f"row {rival}"
+    return titles | TITLES
 
-    Before the points of a score stand its name and Pearson's r. Of several scores, each is in units
-    of its standard deviation; more than `COLOURED` are plotted together.
+
+def lines_of_run(analysis: dict, rivals: Collection[str], has_noise: bool) -> list[str]:
+    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one.
+
+    `rivals` are the names of those in its test.tsv.
     """
-    y = rows.y
-    prediction = rows.prediction
-    unit = ""
-    if len(rows.targets) > 1:
-        mean, std = mean_and_std(y)
-        y = (y - mean) / std
-        prediction = (prediction - mean) / std
-        unit = " (standard units)"
-    columns = {target: [t] for t, target in enumerate(rows.targets)}
-    if len(columns) > COLOURED:
-        columns = {f"mean of {len(columns):,} scores": list(range(len(columns)))}
-    pearson = metrics.pearson(rows.y, rows.prediction)
-    most = POINTS // len(columns)
-    groups = []
-    for name, numbers in columns.items():
-        points = torch.stack([prediction[:, numbers].flatten(), y[:, numbers].flatten()], dim=1)
-        points = points[points.isfinite().all(dim=1)]
-        if len(points) > most:
-            chosen = torch.linspace(0, len(points) - 1, most, dtype=torch.float64)
-            points = points[chosen.long()]
-        label = f"{name:.30}: Pearson {pearson[numbers].nanmean():.4f}"
-        groups.append((label, points.tolist()))
-    return groups, f"prediction{unit}", f"score{unit}"
+    num_resamples = analysis["resamples"]
+    num_sets = analysis["sets_drawn"]
+    num_genes = analysis["genes_drawn"]
+    lines = table(analysis, rivals)
+    if rivals or "rivals" in analysis:
+        lines.append(
+            f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
+            f"{num_genes:,} unseen genes, each with all its rows"
+        )
+    if has_noise:
+        lines.append(noise_text(analysis))
+    return lines + lines_of_rivals(analysis, rivals)
+
+
+def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the metrics of several runs, alone and together, as lines.
+
+    `rivals` are the names of those in their test.tsv.
+    """
+    rows = list(analysis["figures"].items())
+    rows += [("mean of these", analysis["mean"]), ("ensemble", analysis["ensemble"])]
+    lines = text_table(rows, columns_beside(rivals))
+    best_two = analysis["best_two"]
+    best, second = best_two["runs"]
+    difference = cell(best_two["difference"])
+    interval = cell(best_two["gain"])
+    metric = columns_beside(rivals)[metrics.first_metric()]
+    lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
+    return lines + lines_of_rivals(analysis, rivals)
+
+
+def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the metrics of the rivals as lines, or a line that says why they are not known.
+
+    `rivals` are the names of those in test.tsv.
+    """
+    if "no_rivals" in analysis:
+        reason = analysis["no_rivals"]
+        return [f"no comparison with what can be said without the model: {reason}"]
+    lines = [] if rivals else [NO_RIVAL]
+    return [*lines, "", *table_of_rivals(analysis["rivals"])]
+
+
+def noise_text(analysis: dict) -> str:
+    """Returns a sentence with R2 as a share of its ceiling, the R2 that noisy scores allow."""
+    ratio = analysis["r2_of_ceiling"]
+    if math.isnan(ratio):
+        return "the scores vary no more than their noise, by the column sd: R2 has no ceiling"
+    return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
+
+
+def table(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the lines of a table of metrics: all rows, each smaller group, the first targets."""
+    rows = [("all", analysis)]
+    for name in ("unseen", "deletions"):
+        for k, group in analysis[f"by_{name}"].items():
+            or_more = "+" if k == str(MOST) else ""
+            if 0 < group["cells"] < analysis["cells"]:
+                rows.append((f"{name} {k}{or_more}", group))
+    for level, group in analysis["by_level"].items():
+        rows.append((f"level {level}", group))
+    targets = analysis.get("targets", {})
+    rows += list(targets.items())[:SHOWN]
+    text = text_table(rows, columns_beside(rivals))
+    if len(targets) > SHOWN:
+        text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
+    return text
+
+
+def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
+    """Returns the lines of a table of `metrics_of_rivals`, and a sentence about the strongest.
+
+    An end of the interval that is printed as 0 is none: equal predictions differ by the digits of
+    their file.
+    """
+    strongest = next(iter(rivals))
+    of_strongest = rivals[strongest]
+    low, high = of_strongest[name_of_gain(metrics.first_metric())]
+    place = "not clearly above it"
+    if round(low, 4) > 0:
+        place = "above it"
+    if round(high, 4) < 0:
+        place = "below it"
+    sentence = f"strongest without the model: {strongest}; the model is {place}"
+    return [*text_table(list(rivals.items()), columns_beside([])), sentence]
+
+
+def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:
+    """Returns the lines of a table: a header, and the cells under each title that has some.
+
+    A row is its label, and its cells by name; `titles` has the title of each name.
+    """
+    names = [name for name in titles if any(name in cells for _, cells in rows)]
+    texts = [["", *(titles[name] for name in names)]]
+    for label, cells in rows:
+        texts.append([label, *(cell(cells.get(name, "")) for name in names)])
+    label_width, *widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = []
+    for label, *cells in texts:
+        padded = map(str.rjust, cells, widths)
+        lines.append("  ".join([label.ljust(label_width), *padded]))
+    return lines
+
+
+def cell(value: object) -> str:
+    """Returns the text of a cell: a text, an interval, or a number; "-" if it is not defined."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        low, high = value
+        return "-" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value is None or math.isnan(value):
+        return "-"
+    is_usual = value == 0 or 1e-3 < abs(value) < 1e4
+    return f"{value:.4f}" if is_usual else f"{value:.3e}"
 
 
 if __name__ == "__main__":

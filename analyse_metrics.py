@@ -1,19 +1,19 @@
 """Metrics of test predictions: of all rows and of groups of them, with their intervals.
 
-Shapes: n rows of T targets.
+Shapes: n rows of T targets, R resamples, C bootstrap clusters.
 """
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
+from torch_geometric.utils import scatter
 
-import analyse_intervals
 import metrics
 from analyse_results import Results, are_equal_in_files
 from losses import LOSSES
@@ -24,20 +24,16 @@ LEVELS = 12  # most that are shown as groups of rows
 CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
 
 
-def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | None = None) -> dict:
+def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
     """Returns the metrics of all rows, of groups of them, and of each of several targets.
 
     Those of rows are `metrics_of_rows`. Groups are by the number of unseen genes, by the number of
     deletions, and by level if there are 2 to 12 of them.
     """
-    options = {
-        "loss": loss,
-        "threshold": threshold,
-        "resamples": number_of_resamples(rows.y.numel()),
-    }
+    resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
-    grouped = metrics_of_rows(rows, cluster, **options)
-    grouped["resamples"] = options["resamples"]
+    grouped = metrics_of_rows(rows, cluster, loss, resamples)
+    grouped["resamples"] = resamples
     clusters = set(chain.from_iterable(rows.clusters()))
     num_drawn = Counter(kind for kind, _ in clusters)
     grouped["sets_drawn"] = num_drawn["set"]
@@ -46,7 +42,7 @@ def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | No
     def of_group(is_in_group: Tensor) -> dict:
         """Returns the metrics of a group of scores, bool [n, T] or, of whole rows, [n, 1]."""
         cluster_of_group = cluster[is_in_group.any(dim=1)]
-        return metrics_of_rows(rows.select(is_in_group), cluster_of_group, **options)
+        return metrics_of_rows(rows.select(is_in_group), cluster_of_group, loss, resamples)
 
     for name, count in {"unseen": rows.unseen, "deletions": rows.deletions().unsqueeze(1)}.items():
         group = count.clamp(max=MOST)
@@ -61,7 +57,7 @@ def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | No
             is_at_level = torch.tensor([row_level == level for row_level in levels])
             grouped["by_level"][level] = of_group(is_at_level.unsqueeze(1))
     if len(rows.targets) > 1:
-        each = target_metrics(rows, loss, threshold)
+        each = target_metrics(rows, loss)
         grouped["targets"] = {}
         num_scored = (~rows.y.isnan()).sum(dim=0).tolist()
         for t, target in enumerate(rows.targets):
@@ -70,9 +66,7 @@ def metrics_by_group(rows: Results, loss: str = "squared", threshold: float | No
     return grouped
 
 
-def metrics_of_rows(
-    rows: Results, cluster: Tensor, loss: str, threshold: float | None, resamples: int
-) -> dict:
+def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -> dict:
     """Returns the number of rows, and the means over targets of `target_metrics`.
 
     If rows have a rival, there are also the `gains` over the first one, for which rows of the same
@@ -80,8 +74,7 @@ def metrics_of_rows(
     are profiles, there are also `profile_metrics`.
     """
     y = rows.y
-    each = target_metrics(rows, loss, threshold)
-    means = nanmeans(each)
+    means = nanmeans(target_metrics(rows, loss))
     num_scored = int((~y.isnan()).any(dim=1).sum())
     by_name = {"n": num_scored, **means}
     rival = next(iter(rows.rivals), None)
@@ -105,12 +98,13 @@ def gains(
     options = {"cluster": cluster, "resamples": resamples, "weight": rows.row_weight}
     intervals = {}
     for name, metric in with_pearson().items():
-        resampled = partial(analyse_intervals.resampled, metric, rows.y, **options)
-        differences = resampled(rows.prediction) - resampled(rows.rivals[rival])
+        of_model = resampled(metric, rows.y, rows.prediction, **options)
+        of_rival = resampled(metric, rows.y, rows.rivals[rival], **options)
+        differences = of_model - of_rival
         if rows.y.size(1) > PROFILE:
             gain = means[name] - means[f"{rival}_{name}"]
-            differences = analyse_intervals.centred(differences, gain)
-        intervals[name_of_gain(name)] = analyse_intervals.interval(differences)
+            differences = centred(differences, gain)
+        intervals[name_of_gain(name)] = interval(differences)
     return intervals
 
 
@@ -137,22 +131,20 @@ def profile_metrics(rows: Results) -> dict[str, float]:
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
-    each = {"row_pearson": analyse_intervals.pearson_of_rows(rows.y, rows.prediction)}
+    each = {"row_pearson": pearson_of_rows(rows.y, rows.prediction)}
     for name, prediction in rows.rivals.items():
-        each[f"{name}_row_pearson"] = analyse_intervals.pearson_of_rows(rows.y, prediction)
+        each[f"{name}_row_pearson"] = pearson_of_rows(rows.y, prediction)
     each["mse_top20"] = error
     return nanmeans(each)
 
 
-def target_metrics(
-    rows: Results, loss: str = "squared", threshold: float | None = None
-) -> dict[str, Tensor]:
+def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan where undefined.
 
     Those `with_pearson` stand beside the rivals'. If rows have an `sd`, there are also the ceilings
-    of R2 and of Pearson's r, which predictions without an error would reach. With a threshold, or
-    binary scores, there are also AUROC and average precision of finding the rows below the
-    threshold by low predictions, or those of 1 by high ones. In these two, all rows count alike.
+    of R2 and of Pearson's r, which predictions without an error would reach. For binary scores,
+    there are also AUROC and average precision of finding the rows of 1 by high predictions, in
+    which all rows count alike.
     """
     y = rows.y
     prediction = rows.prediction
@@ -162,19 +154,13 @@ def target_metrics(
         each[metric.__name__] = metric(y, prediction, weight)
     each |= metrics.metrics_beside_rivals(y, prediction, rows.rivals, weight, with_pearson())
     if rows.sd is not None:
-        each["ceiling_r2"] = analyse_intervals.noise_ceiling(y, rows.sd.unsqueeze(1), weight)
+        each["ceiling_r2"] = noise_ceiling(y, rows.sd.unsqueeze(1), weight)
         each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
         each["r2_of_ceiling"] = each["r2"] / each["ceiling_r2"]
-    positive = None
-    certainty = metrics.as_ranked(y, prediction)
-    if threshold is not None:
-        positive = y < threshold
-        certainty = -certainty
-    elif LOSSES[loss].is_binary:
-        positive = y == 1
-    if positive is not None:
-        each["auroc"] = analyse_intervals.auroc(positive, certainty)
-        each["average_precision"] = analyse_intervals.average_precision(positive, certainty)
+    if LOSSES[loss].is_binary:
+        certainty = metrics.as_ranked(y, prediction)
+        each["auroc"] = auroc(y == 1, certainty)
+        each["average_precision"] = average_precision(y == 1, certainty)
     return each
 
 
@@ -184,17 +170,14 @@ def number_of_resamples(num_cells: int) -> int:
 
 
 # ---- Several runs --------------------------------------------------------------------------------
-def ensemble_of(members: dict[str, Results]) -> tuple[Results, Tensor]:
-    """Returns the rows with the members' mean prediction, and their standard deviation, [n, T]."""
+def ensemble_of(members: dict[str, Results]) -> Results:
+    """Returns the rows with the members' mean prediction."""
     predictions = torch.stack([rows.prediction for rows in members.values()])
-    std, mean = torch.std_mean(predictions, dim=0)
     first = next(iter(members.values()))
-    return replace(first, prediction=mean), std
+    return replace(first, prediction=predictions.mean(dim=0))
 
 
-def metrics_together(
-    members: dict[str, Results], ensemble: Results, loss: str, threshold: float | None
-) -> dict[str, dict]:
+def metrics_together(members: dict[str, Results], ensemble: Results, loss: str) -> dict[str, dict]:
     """Returns the metrics of each member as `figures`, their `mean`, and those of the `ensemble`.
 
     Those of a member are the means of its `target_metrics`, those of the ensemble its
@@ -202,13 +185,13 @@ def metrics_together(
     """
     by_member = {}
     for name, rows in members.items():
-        by_member[name] = nanmeans(target_metrics(rows, loss, threshold))
+        by_member[name] = nanmeans(target_metrics(rows, loss))
     mean = {}
     for name in by_member[next(iter(members))]:
         mean[name] = statistics.fmean(of_member[name] for of_member in by_member.values())
     resamples = number_of_resamples(ensemble.y.numel())
     cluster = ensemble.cluster_numbers()
-    of_ensemble = metrics_of_rows(ensemble, cluster, loss, threshold, resamples)
+    of_ensemble = metrics_of_rows(ensemble, cluster, loss, resamples)
     return {"figures": by_member, "mean": mean, "ensemble": of_ensemble}
 
 
@@ -225,7 +208,7 @@ def difference_of_best(members: dict[str, Results], loss: str) -> dict:
     best, second = sorted(quality, key=quality.__getitem__, reverse=True)[:2]
     rows = replace(members[best], rivals={"second": members[second].prediction})
     resamples = number_of_resamples(rows.y.numel())
-    of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, None, resamples)
+    of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, resamples)
     return {
         "runs": [best, second],
         "difference": of_best[metric] - of_best[f"second_{metric}"],
@@ -246,7 +229,7 @@ def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) 
     by_rival = {}
     for name, prediction in with_rivals(predictions, rows.rivals).items():
         turned = replace(rows, prediction=prediction, rivals={"model": rows.prediction})
-        of_rival = metrics_of_rows(turned, cluster, loss, None, resamples)
+        of_rival = metrics_of_rows(turned, cluster, loss, resamples)
         shown = dict.fromkeys(("pearson", first, "r2", "spearman"))
         by_rival[name] = {key: of_rival[key] for key in shown}
         for key in dict.fromkeys(("gain", name_of_gain(first))):
@@ -272,3 +255,159 @@ def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> di
             named[rival] = of_rival
         predictions = named
     return predictions
+
+
+# ---- Metrics that only the analysis has ----------------------------------------------------------
+def noise_ceiling(y: Tensor, sd: Tensor, weight: Tensor | float) -> Tensor:
+    """Returns the largest R2 that noise in y allows, 1 - noise variance / variance of y, [T].
+
+    `sd` is the noise's standard deviation, [n, 1]. The ceiling is nan where y varies no more than
+    the noise.
+    """
+    noise = metrics.mean_present(sd.square().expand(y.shape), y, weight)
+    _, std = metrics.mean_and_std(y, weight)
+    ceiling = 1 - noise / std.square()
+    varies = ~metrics.pearson(y, y).isnan()
+    return ceiling.where(varies & (ceiling > 0), math.nan)
+
+
+def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
+    """Returns Pearson's r over the targets of each row, [n], nan where undefined."""
+    return metrics.pearson(y.T, prediction.T)
+
+
+def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
+    """Returns the AUROC, [T], of finding the `positive` rows, bool [n, T], by certainty [n, T].
+
+    A row whose certainty is nan does not count. The AUROC is nan without two classes.
+    """
+    ranks = metrics.rank(certainty)
+    num_positive = positive.sum(dim=0)
+    num_negative = (~ranks.isnan()).sum(dim=0) - num_positive
+    mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
+    negatives_below = mean_rank - (num_positive + 1) / 2
+    return negatives_below / num_negative
+
+
+def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
+    """Returns the average precision of finding the `positive` rows as in `auroc`, [T]."""
+    num_positive = at_least_as_certain(certainty, positive)
+    num_rows = at_least_as_certain(certainty, ~certainty.isnan())
+    precision = num_positive / num_rows
+    return precision.where(positive, math.nan).nanmean(dim=0)
+
+
+def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
+    """Returns the number of `counted` rows, bool [n, T], as certain as each row or more, [n, T]."""
+    doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
+    ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
+    return torch.searchsorted(ordered, doubt, right=True).T
+
+
+# ---- Resampled rows, and their intervals ---------------------------------------------------------
+def resampled_pearson(
+    y: Tensor,
+    prediction: Tensor,
+    cluster: Tensor,
+    resamples: int,
+    weight: Tensor | float = 1.0,
+) -> Tensor:
+    """Returns the mean over targets of Pearson's r in each resample of the rows, [R].
+
+    Rows count by their weight, [n, 1], as in `pearson`.
+
+    A resample draws C of the C clusters with replacement, each with all its rows. `cluster` has the
+    numbers of each row's clusters, long [n, 2], -1 where it has only one. A row in two clusters
+    counts as often as the product of their counts (the pigeonhole bootstrap, Owen 2007). The same
+    clusters are drawn in each call, so that two predictions can be compared in pairs.
+    """
+    present = ~y.isnan()
+    a = metrics.standardise(y, weight).nan_to_num()
+    b = metrics.standardise(prediction.where(present, math.nan), weight).nan_to_num()
+    ones = torch.ones_like(a)
+    products = torch.stack([ones, a, b, a * a, b * b, a * b], dim=1)
+    products *= (weight * present).unsqueeze(1)
+    count, *sums = resampled_sums(products, cluster, resamples).unbind(dim=1)
+    mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
+    variance_a = mean_aa - mean_a.square()
+    variance_b = mean_bb - mean_b.square()
+    r = (mean_ab - mean_a * mean_b) / (variance_a * variance_b).sqrt()
+    # As in `pearson`; what differs by rounding is constant.
+    r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
+    return r.nanmean(dim=1)
+
+
+def resampled(
+    metric: Callable[..., Tensor],
+    y: Tensor,
+    prediction: Tensor,
+    cluster: Tensor,
+    resamples: int,
+    weight: Tensor | float = 1.0,
+) -> Tensor:
+    """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
+
+    The resamples are those of `resampled_pearson`. A row counts by its weight as often as it is
+    drawn.
+    """
+    if metric is metrics.pearson:
+        return resampled_pearson(y, prediction, cluster, resamples, weight)
+    pairs, pair, num_clusters = pairs_of_clusters(cluster)
+    values = []
+    for counts in drawn_pairs(pairs, num_clusters, resamples):
+        for count in counts[:, pair].unsqueeze(2):  # [n, 1]
+            values.append(metric(y, prediction, weight * count).nanmean())
+    return torch.stack(values)
+
+
+def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
+    """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
+
+    It is nan where all rows have the same clusters, as no other ones can be drawn.
+    """
+    pairs, pair, num_clusters = pairs_of_clusters(cluster)
+    if len(pairs) < 2:
+        return values.new_full((resamples, *values.shape[1:]), math.nan)
+    of_pairs = scatter(values, pair, dim_size=len(pairs)).flatten(start_dim=1)
+    sums = [count @ of_pairs for count in drawn_pairs(pairs, num_clusters, resamples)]
+    return torch.cat(sums).view(resamples, *values.shape[1:])
+
+
+def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Returns the pairs of clusters of rows, long [pairs, 2], that of each row, [n], and C.
+
+    Clusters are numbered from 0 to C - 1 here; C stands in place of a second one.
+    """
+    clusters = cluster[cluster >= 0].unique()
+    number = torch.searchsorted(clusters, cluster).where(cluster >= 0, len(clusters))
+    pairs, pair = number.unique(dim=0, return_inverse=True)
+    return pairs, pair, len(clusters)
+
+
+def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Tensor]:
+    """Yields how often each pair of clusters is drawn in 32 resamples, float64 [32, pairs]."""
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, resamples, 32):
+        counts = []
+        for _ in range(min(32, resamples - start)):
+            drawn = torch.randint(num_clusters, (num_clusters,), generator=generator)
+            counts.append(torch.bincount(drawn, minlength=num_clusters + 1).double())
+        count = torch.stack(counts)  # [32, C + 1], how often each cluster is drawn
+        count[:, -1] = 1  # in place of a second cluster
+        first, second = count[:, pairs].unbind(dim=2)
+        yield first * second
+
+
+def centred(values: Tensor, estimate: float | Tensor) -> Tensor:
+    """Returns a resampled metric [R, ...], shifted so that its mean is the estimate.
+
+    In profiles, a single row may change a target. A third of the resamples lack that row, and so
+    the target's signal: their Pearson's r is lower than that of all rows, often by more than it
+    varies.
+    """
+    return values - values.nanmean(dim=0) + estimate
+
+
+def interval(values: Tensor) -> list[float]:
+    """Returns the ends of the interval that holds the middle 95 % of the values [R]."""
+    return values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()

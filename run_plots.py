@@ -1,7 +1,7 @@
 """The plots of a run, as SVG, for which no package is needed.
 
 A `Panel` is a grid with round numbers on each axis; `curves_svg` draws lines in two of them,
-`scatter_svg` points in one.
+`predictions_svg` points in one.
 """
 
 import html
@@ -9,7 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from metrics import quality
+import torch
+from torch import Tensor
+
+from metrics import mean_and_std, pearson, quality
 
 GREY = "#868e96"
 BLUE = "#228be6"
@@ -18,6 +21,8 @@ COLOURS = (BLUE, ORANGE, "#2f9e44", "#be4bdb", "#f08c00", "#0c8599")
 STYLE = f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" fill="{GREY}"'
 LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # of a grid
 MOST_TICKS = 7  # numbers on an axis
+POINTS = 2000  # of scores at most
+COLOURED = 6  # targets with a colour of their own at most
 
 Point = tuple[float, float]
 
@@ -162,6 +167,35 @@ def curves_panel(
         svg.append(f'<polyline points="{line}" {style}/>')
     svg.append("</g>")
     return svg
+
+
+def predictions_svg(y: Tensor, prediction: Tensor, targets: Sequence[str]) -> str:
+    """Returns an SVG of the scores [n, T] against their predictions, a colour for each target.
+
+    A target's label is its name and Pearson's r. Of several targets, each is in units of its
+    standard deviation; more than `COLOURED` are plotted together.
+    """
+    r = pearson(y, prediction)
+    unit = ""
+    if len(targets) > 1:
+        mean, std = mean_and_std(y)
+        y = (y - mean) / std
+        prediction = (prediction - mean) / std
+        unit = " (standard units)"
+    columns = {target: [t] for t, target in enumerate(targets)}
+    if len(columns) > COLOURED:
+        columns = {f"mean of {len(columns):,} scores": list(range(len(columns)))}
+    most = POINTS // len(columns)
+    groups = []
+    for name, numbers in columns.items():
+        points = torch.stack([prediction[:, numbers].flatten(), y[:, numbers].flatten()], dim=1)
+        points = points[points.isfinite().all(dim=1)]
+        if len(points) > most:
+            chosen = torch.linspace(0, len(points) - 1, most, dtype=torch.float64)
+            points = points[chosen.long()]
+        label = f"{name:.30}: Pearson {r[numbers].nanmean():.4f}"
+        groups.append((label, points.tolist()))
+    return scatter_svg(groups, f"prediction{unit}", f"score{unit}")
 
 
 def scatter_svg(groups: Sequence[tuple[str, Sequence[Point]]], x_label: str, y_label: str) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from analyse_intervals import interval, resampled_pearson
+from analyse_metrics import interval, resampled_pearson
 from analyse_results import Results
 from metrics import pearson
 from tests.bench import arguments, report

@@ -40,8 +40,14 @@ import torch
 from torch import Tensor
 
 import data
-from analyse_intervals import centred, interval, pearson_of_rows, resampled_pearson, resampled_sums
-from analyse_metrics import number_of_resamples
+from analyse_metrics import (
+    centred,
+    interval,
+    number_of_resamples,
+    pearson_of_rows,
+    resampled_pearson,
+    resampled_sums,
+)
 from config import Config, load_config
 from data_cache import source_digest
 from data_tables import SPLITS, Tables

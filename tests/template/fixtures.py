@@ -635,3 +635,9 @@ def copy_template(folder: Path, tests: bool = True) -> Path:
 def write_table(path: Path, rows: list[tuple]) -> Path:
     path.write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def few_resamples(monkeypatch):
+    """Intervals of 100 resamples, in a tenth of the time."""
+    monkeypatch.setattr("analyse_metrics.CELLS", 1)

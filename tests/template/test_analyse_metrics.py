@@ -1,4 +1,4 @@
-"""analyse_metrics.py: metrics of test predictions beside their definitions, also of groups."""
+"""analyse_metrics.py: metrics of test rows and of groups, and intervals, beside definitions."""
 
 import json
 import math
@@ -10,24 +10,21 @@ import pytest
 import torch
 
 import analyse_metrics
-from analyse_intervals import resampled_pearson
+from analyse import table, table_of_rivals
 from analyse_metrics import (
     difference_of_best,
+    interval,
     metrics_by_group,
     metrics_of_rivals,
+    resampled_pearson,
     target_metrics,
 )
 from analyse_results import Results
-from analyse_text import table, table_of_rivals
-from metrics import pearson
+from metrics import pearson, spearman
 from tests.template.results import make_rows, normal
 from tests.tools.runs import predictions_of
 
-
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch):
-    """Intervals of 100 resamples, in a tenth of the time."""
-    monkeypatch.setattr("analyse_metrics.CELLS", 1)
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
@@ -66,11 +63,9 @@ def test_the_noise_ceiling_is_what_predictions_without_an_error_reach():
 def test_ranks_do_not_depend_on_an_offset():
     offset = 1e9
     rows = make_rows(200)
-    metrics = target_metrics(rows, threshold=0.5)
-    moved = replace(rows, y=rows.y + offset, prediction=rows.prediction + offset)
-    found = target_metrics(moved, threshold=offset + 0.5)
-    for name in ("spearman", "auroc", "average_precision"):
-        torch.testing.assert_close(found[name], metrics[name], rtol=0, atol=1e-3)
+    expected = spearman(rows.y, rows.prediction)
+    found = spearman(rows.y + offset, rows.prediction + offset)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("has_sd", [False, True])
@@ -97,17 +92,15 @@ def test_groups_are_analysed_as_their_rows_alone(has_sd):
     assert "targets" not in metrics_by_group(make_rows(20))
 
 
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatch, is_weighted):
+def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatch):
     """The same metric by another name has the same intervals, computed row by row."""
 
     def own(y, prediction, weight):
         return 1 - pearson(y, prediction, weight)
 
     monkeypatch.setattr("metrics.METRICS", {"own": own, "pearson": pearson})
-    rows = make_rows(40)
-    if is_weighted:
-        rows.weight = torch.linspace(1, 2, 40).double()
+    monkeypatch.setattr("analyse_metrics.number_of_resamples", lambda num_cells: 20)
+    rows = replace(make_rows(40), weight=torch.linspace(1, 2, 40).double())
     found = metrics_by_group(rows)
     assert found["own"] == pytest.approx(1 - found["pearson"])
     assert found["baseline_own"] == pytest.approx(1 - found["baseline_pearson"])
@@ -207,7 +200,7 @@ def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
         asked.append(resamples)
         return torch.zeros(resamples)
 
-    monkeypatch.setattr("analyse_intervals.resampled_pearson", count)
+    monkeypatch.setattr("analyse_metrics.resampled_pearson", count)
     for cells, expected in ((10**8, 1000), (50_000, 500), (10, 100)):
         monkeypatch.setattr(analyse_metrics, "CELLS", cells)
         metrics_by_group(make_rows(50, 2))
@@ -223,3 +216,103 @@ def test_a_row_with_one_of_several_scores_has_a_score():
     result = metrics_by_group(rows)
     assert (result["n"], result["rows"]) == (21, 30)
     assert "rows" not in metrics_by_group(chosen_rows(rows, torch.arange(30) >= 10))
+
+
+# ---- Resampled rows, and their intervals ---------------------------------------------------------
+def one_each(cluster: torch.Tensor) -> torch.Tensor:
+    """Returns clusters of rows [n] that have no second one, [n, 2]."""
+    return torch.stack([cluster, torch.full_like(cluster, -1)], dim=1)
+
+
+def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
+    """The third target's scores are constant, the second's predictions: it counts as 0."""
+    y = torch.stack([normal(50), 1000 + normal(50, seed=1), torch.full((50,), 0.1).double()], dim=1)
+    prediction = torch.stack(
+        [y[:, 0] + normal(50, seed=2), torch.full((50,), 0.7).double(), normal(50)], dim=1
+    )
+    y[10:15, 0] = math.nan
+    generator = torch.Generator().manual_seed(0)
+    for r in resampled_pearson(y, prediction, one_each(torch.arange(50)), 5):
+        rows = torch.randint(50, (50,), generator=generator)
+        rows = rows[~y[rows, 0].isnan()]
+        expected = torch.corrcoef(torch.stack([y[rows, 0], prediction[rows, 0]]))[0, 1]
+        torch.testing.assert_close(r, expected / 2)
+
+
+def test_a_resample_of_one_row_has_no_pearson():
+    y = normal(3, 1)
+    prediction = normal(3, 1, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    undefined = 0
+    for r in resampled_pearson(y, prediction, one_each(torch.arange(3)), 200):
+        rows = torch.randint(3, (3,), generator=generator)
+        if len(rows.unique()) == 1:
+            undefined += 1
+            assert r.isnan()
+        else:
+            expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
+            torch.testing.assert_close(r, expected)
+    assert undefined > 10
+
+
+def test_rows_of_a_unit_are_drawn_together():
+    """Units of 1 to 9 rows in any order, whatever their numbers."""
+    y = normal(45, 1)
+    y[3] = math.nan
+    prediction = normal(45, 1, seed=1)
+    order = torch.randperm(45, generator=torch.Generator().manual_seed(0))
+    cluster = 7 * torch.arange(9).repeat_interleave(torch.arange(1, 10))[order] + 20
+    generator = torch.Generator().manual_seed(0)
+    for r in resampled_pearson(y, prediction, one_each(cluster), 40):
+        drawn = torch.randint(9, (9,), generator=generator)
+        rows = torch.cat([(cluster == 7 * number + 20).nonzero().flatten() for number in drawn])
+        rows = rows[~y[rows, 0].isnan()]
+        expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
+        torch.testing.assert_close(r, expected)
+
+
+def test_a_row_of_two_clusters_counts_as_often_as_the_product_of_both():
+    y = normal(30, 1)
+    prediction = normal(30, 1, seed=1)
+    cluster = torch.combinations(torch.arange(9))[:30]
+    cluster[::5, 1] = -1
+    generator = torch.Generator().manual_seed(0)
+    for r in resampled_pearson(y, prediction, cluster, 40):
+        drawn = torch.randint(9, (9,), generator=generator).tolist()
+        count = [
+            drawn.count(first) * (drawn.count(second) if second >= 0 else 1)
+            for first, second in cluster.tolist()
+        ]
+        rows = torch.arange(30).repeat_interleave(torch.tensor(count))
+        expected = torch.corrcoef(torch.cat([y, prediction], dim=1)[rows].T)[0, 1]
+        torch.testing.assert_close(r, expected)
+
+
+def test_rows_that_all_have_the_same_two_clusters_have_no_interval():
+    y = normal(20, 1)
+    cluster = torch.tensor([[3, 7]]).repeat(20, 1)
+    assert resampled_pearson(y, normal(20, 1, seed=1), cluster, 10).isnan().all()
+
+
+@pytest.mark.parametrize("copies", [2, 10])
+def test_replicates_tell_nothing_more_of_an_interval(copies):
+    y = normal(60, 2)
+    prediction = y + normal(60, 2, seed=1)
+    cluster = one_each(torch.arange(60))
+    expected = resampled_pearson(y, prediction, cluster, 100)
+    rows = torch.arange(60).repeat(copies)
+    found = resampled_pearson(y[rows], prediction[rows], cluster[rows], 100)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_fewer_than_two_clusters_have_no_interval(num_rows):
+    y = normal(num_rows, 2)
+    cluster = one_each(torch.full((num_rows,), 5))
+    values = resampled_pearson(y, normal(num_rows, 2, seed=1), cluster, 10)
+    assert values.isnan().all()
+    assert all(math.isnan(end) for end in interval(values))
+
+
+def test_an_interval_holds_the_middle():
+    assert interval(torch.linspace(0, 1, 1001)) == pytest.approx([0.025, 0.975])

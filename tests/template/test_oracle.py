@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import analyse_intervals
+import analyse_metrics
 import data
 import metrics
 from analyse_results import read_results
@@ -326,7 +326,7 @@ def compare_metrics(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None
         assert_close(found, of_scores)
     certainty = metrics.as_ranked(y, scores)
     assert_close(
-        analyse_intervals.auroc(y == 1, certainty), [of_score["auroc"] for of_score in expected]
+        analyse_metrics.auroc(y == 1, certainty), [of_score["auroc"] for of_score in expected]
     )
     reported = task.metrics("val", outputs[rows].unsqueeze(2))
     assert reported["n"] == (~y.isnan()).any(dim=1).sum()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from analyse_intervals import pearson_of_rows
+from analyse_metrics import pearson_of_rows
 from data import DataConfig, load, node_split, random_split
 from data_tables import SPLITS, Tables, read_tables
 from errors import UserError

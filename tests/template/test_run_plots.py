@@ -1,12 +1,22 @@
 """The figures of a run: grids, curves and points."""
 
+import math
 from random import Random
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from metrics import first_metric
-from run_plots import Panel, curves_svg, labels_of, round_ticks, scatter_svg
+from metrics import first_metric, pearson
+from run_plots import (
+    POINTS,
+    Panel,
+    curves_svg,
+    labels_of,
+    predictions_svg,
+    round_ticks,
+    scatter_svg,
+)
 
 FIRST = first_metric()
 
@@ -141,3 +151,30 @@ def test_the_numbers_of_an_axis_stand_at_their_places():
     rights = {float(number.text): number.get("x") for number in numbers if number.get("y") == "418"}
     assert ups == {1: "0.0", 0: "80.0", -1: "160.0", -2: "240.0", -3: "320.0", -4: "400.0"}
     assert rights == {0: "0.0", 1: "100.0", 2: "200.0", 3: "300.0", 4: "400.0"}
+
+
+def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
+    y = torch.randn(3000, 2).double() * torch.tensor([1.0, 1000.0])
+    svg = predictions_svg(y, y, ["a", "b"])
+    points = [point for point in ElementTree.fromstring(svg).iter() if point.tag.endswith("circle")]
+    assert len(points) == POINTS
+    assert svg.count("(standard units)") == 2
+    x = torch.tensor([float(point.get("cx")) for point in points])
+    y = torch.tensor([float(point.get("cy")) for point in points])
+    torch.testing.assert_close(x + y, torch.full((2000,), 400.0), rtol=0, atol=0.11)
+    assert 0 <= x.min() < x.max() <= 400
+    assert 40 < x.std() < 80  # of both targets
+
+
+@pytest.mark.parametrize(("num_targets", "num_groups"), [(1, 1), (2, 2), (6, 6), (7, 1)])
+def test_the_plot_has_a_group_for_each_score_or_one_for_very_many(num_targets, num_groups):
+    y, prediction = torch.randn(2, 200, num_targets).double()
+    y[:50, 0] = math.nan
+    svg = predictions_svg(y, prediction, [f"t{t}" for t in range(num_targets)])
+    assert svg.count("<circle") == (~y.isnan()).sum()
+    labels = [text for text in texts_of(svg) if ": Pearson " in text]
+    assert len(labels) == num_groups
+    r = pearson(y, prediction).mean()
+    if num_targets in (1, 7):
+        name = "t0" if num_targets == 1 else "mean of 7 scores"
+        assert labels == [f"{name}: Pearson {r:.4f}"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from analyse import table_of_rivals
 from analyse_metrics import metrics_of_rivals, with_rivals
 from analyse_rivals import pair_rival, pair_terms, rivals
-from analyse_text import table_of_rivals
 from baseline import additive_baseline
 from data_tables import Tables
 from metrics import pearson, r2
