@@ -168,11 +168,7 @@ def analyse_run(run: str | Path) -> dict[str, Any]:
     - `targets`: the metrics of each target, if there are several;
     - `rivals`: the metrics of predictions without the model, or `no_rivals`: why there are none.
 
-    Args:
-        run: its folder.
-
-    Raises:
-        UserError: the run has not finished, or is of another version.
+    The run is its folder. Raises `UserError` if it has not finished, or is of another version.
     """
     folder = Path(run)
     return metrics_of_run(folder, read_run(folder))
@@ -191,12 +187,8 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
       interval of that for other test rows, of which both runs get the same;
     - `rivals` or `no_rivals`: as in `analyse_run`, beside the ensemble.
 
-    Args:
-        runs: two or more folders of runs with the same test rows.
-
-    Raises:
-        UserError: a run has not finished, is of another version, was trained on other rows or
-            tables than the first one, or is named twice.
+    The runs are two folders or more. Raises `UserError` if one has not finished, is of another
+    version, has other test rows than the first one, or is named twice.
     """
     folders = []
     if not isinstance(runs, str | Path):
@@ -267,13 +259,11 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
             raise UserError(f"{folder} is named twice: name each run once")
         places.add(folder.resolve())
     members = {str(folder): read_run(folder) for folder in folders}
-    losses = {folder: config_of(folder).optim.loss for folder in folders}
-    for folder, loss in losses.items():
-        if loss != losses[folders[0]]:
-            raise UserError(
-                f"{folder} was trained with optim.loss={loss}, {folders[0]} with "
-                f"{losses[folders[0]]}: compare runs of one loss"
-            )
+    first, *losses = [config_of(folder).optim.loss for folder in folders]
+    for folder, loss in zip(folders[1:], losses, strict=True):
+        if loss != first:
+            problem = f"{folder} was trained with optim.loss={loss}, {folders[0]} with {first}"
+            raise UserError(f"{problem}: compare runs of one loss")
     check_same_rows(list(members.values()), [folder / "test.tsv" for folder in folders])
     return members
 

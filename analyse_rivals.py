@@ -43,19 +43,22 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
     train = tables.rows("train")
     mean = weighted_mean(tables.y[train].nan_to_num(), weight[train])
     additive = additive_baseline(tables, loss)
+    inverse_link = LOSSES[loss].inverse_link
     predictions = {"mean": mean.expand(len(test), -1), "sum of effects": additive.prediction[test]}
     if tables.unseen("test").any():
-        effect_of_seen = additive.effect * tables.is_seen().unsqueeze(1)
-        of_seen = replace(additive, effect=effect_of_seen)
-        predictions["sum of effects"] = sums_of_effects(tables, of_seen, loss)[test]
+        of_seen = replace(additive, effect=additive.effect * tables.is_seen().unsqueeze(1))
+        terms = node_terms(tables, of_seen)
+        total = scatter(terms, tables.sample(), dim_size=len(tables.y))
+        predictions["sum of effects"] = inverse_link(additive.intercept + total)[test]
         predictions[WITH_NEIGHBOURS] = additive.prediction[test]
-    intact = LOSSES[loss].inverse_link(additive.intercept)
+    intact = inverse_link(additive.intercept)
     node_code = tables.node_code()
     set_code = tables.set_code(node_code)
     single = measured_means(tables, weight, set_code, node_code)
     if not are_mostly_measured(tables, single, least_nodes=2):
         return predictions
-    single = single.where(~single.isnan(), single_predictions(tables, additive, loss))
+    estimated = inverse_link(additive.intercept + node_terms(tables, additive))
+    single = single.where(~single.isnan(), estimated)
     sums = dict.fromkeys(FEATURES, additive.prediction)
     of_singles = fitted_lines(tables, weight, single, intact, 2, sums)
     for name in FEATURES:
@@ -98,17 +101,6 @@ def fitted_lines(
         line = fitted_line(tables, weight, features[name].where(has_nodes, math.nan))
         predictions[name] = line.where(line.isfinite(), otherwise[name])
     return predictions
-
-
-def single_predictions(tables: Tables, additive: Baseline, loss: str) -> Tensor:
-    """Returns the additive prediction of each perturbed node alone, [total, T]."""
-    return LOSSES[loss].inverse_link(additive.intercept + node_terms(tables, additive))
-
-
-def sums_of_effects(tables: Tables, additive: Baseline, loss: str) -> Tensor:
-    """Returns the additive prediction of each row, [n, T]."""
-    total = scatter(node_terms(tables, additive), tables.sample(), dim_size=len(tables.y))
-    return LOSSES[loss].inverse_link(additive.intercept + total)
 
 
 def node_terms(tables: Tables, additive: Baseline) -> Tensor:

@@ -57,8 +57,8 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
         assert any(line[column] == "" for line in lines)
 
     read = read_results(file)
-    torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-6, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(read.weight, tables.weight[rows], rtol=1e-6, atol=0)
+    torch.testing.assert_close(read.y, tables.y[rows], rtol=1e-11, atol=0, equal_nan=True)
+    torch.testing.assert_close(read.weight, tables.weight[rows], rtol=1e-11, atol=0)
     baseline = fit_baseline(tables).prediction[rows]
     torch.testing.assert_close(read.rivals["baseline"], baseline, rtol=1e-6, atol=1e-6)
     write_table(tmp_path / "ask.tsv", [("genes",), *((line[0],) for line in lines)])
@@ -78,10 +78,14 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
 @pytest.mark.parametrize("rival_names", [[], ["baseline"], ["baseline", "other_rival"]])
 @pytest.mark.parametrize("num_rows", [1, 99, 100, 250])
 def test_what_is_written_is_read(tmp_path, num_rows, rival_names):
-    """Rows are written in parts of 100; a prediction that is not a number stays so."""
+    """Rows are written in parts of 100; a prediction that is not a number stays so.
+
+    Of a large score, twelve digits are kept.
+    """
     sets = [list(range(row % 4)) for row in range(2 * num_rows)]
     split = torch.tensor([2, 0] * num_rows, dtype=torch.int8)
     y = normal(2 * num_rows, 2)
+    y[0, 0] = 1e6 + 1e-3
     y[0, 1] = math.nan
     genes = ["a", "b", "ü\x85\u2028", "nan"]  # of which some are line ends elsewhere
     edges = torch.zeros(2, 0), torch.zeros(0)
@@ -97,4 +101,5 @@ def test_what_is_written_is_read(tmp_path, num_rows, rival_names):
     assert read.deletions().tolist() == [len(nodes) for nodes in sets[::2]]
     found = {"y": read.y, "prediction": read.prediction, **read.rivals}
     expected = {"y": y[::2], "prediction": prediction, **rivals}
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=0, equal_nan=True)
+    assert read.y[0, 0] == 1e6 + 1e-3
