@@ -54,7 +54,7 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     options += ["model.readout=global", "optim.epochs=2", "optim.lr=0.05"]
     train(0, *options).check()  # which starts from the mean, so that a later step is better
     monkeypatch.chdir(tmp_path)
-    result, lines = report_of_run(Path("runs/default"), None)
+    result, lines = report_of_run(Path("runs/default"))
     low, high = result["gain"]
 
     rows = read_results(Path("runs/default/test.tsv"))
@@ -69,7 +69,7 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     drawn = f"1,000 samples of {len(set(sets))} sets of genes and 0 unseen genes, each with all"
     assert f"95 % of {drawn} its rows" in lines
     shutil.copytree("runs/default", "runs/same")
-    _, lines = report_of_runs([Path("runs/default"), Path("runs/same")], None)
+    _, lines = report_of_runs([Path("runs/default"), Path("runs/same")])
     (line,) = [line for line in lines if line.startswith("ensemble")]
     assert f"  {low:.4f} to {high:.4f}  " in line
 
@@ -120,7 +120,7 @@ def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch):
     write_table(tmp_path / "test.tsv", [HEADER, *rows])
     (tmp_path / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    _, lines = report_of_run(Path(), None)
+    _, lines = report_of_run(Path())
     header = ["rows", "Pearson", "baseline", "difference (95 %)"]
     assert re.split(r"  +", lines[1])[1:5] == header
     assert re.split(r"  +", lines[2])[1:5] == ["9", "0.9622", "-1.0000", "-"]
