@@ -1,16 +1,12 @@
-"""`train.py` as a whole: against a bare loop, its data loading, and its start-up.
+"""`train.py` as a whole: against a bare loop, and its data loading.
 
     python -m tests.bench.program [--json FILE]
 
 The bare loop has the same model, batches and optimiser step, but no logging, checkpoints or checks;
-both run in turn in this process, on the default configuration. Data loading and start-up use the
-yeast preset and a warm cache, start-up with 20 validation rows, as validation comes before the
-first step.
+both run in turn in this process, on the default configuration. Data loading uses the yeast preset.
 """
 
 import logging
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -24,16 +20,13 @@ from config import Config
 from data import KnockoutDataset, load
 from data_loader import StepSampler
 from ddp_setup import Distributed, setup
-from mask import SharedGraph
 from optim import OptimConfig
 from run_folder import RunConfig
 from task import KnockoutTask
 from tests.bench import arguments, report, synchronize
 from tests.bench.synthetic import PRESETS, synthetic_tables, write
-from tests.tools.runs import ROOT, read_metrics
+from tests.tools.runs import read_metrics
 from train import read_config, train
-
-IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
 
 def whole_program(config: Config, ddp: Distributed) -> float:
@@ -112,56 +105,6 @@ def loading(config: Config, device: torch.device) -> list[dict]:
     return [{"data loading": name, "value": value} for name, value in values.items()]
 
 
-def start_up(overrides: list[str], config: Config) -> list[dict]:
-    """Measures the seconds from the command to the first step, and what they are spent on."""
-    total = seconds_to_first_step(overrides)
-    torch_s = seconds_of_import("torch")
-    pyg_s = seconds_of_import("torch, torch_geometric.data")
-    all_s = seconds_of_import("train")
-    start = time.perf_counter()
-    tables = load(config.data)
-    loaded = time.perf_counter()
-    SharedGraph(tables.graph())
-    built = time.perf_counter()
-    spent = {
-        "import torch": torch_s,
-        "import torch_geometric": pyg_s - torch_s,
-        "import the rest": all_s - pyg_s,
-        "tables from the cache": loaded - start,
-        "shared graph": built - loaded,
-    }
-    spent["model, baseline, first step and the rest"] = total - sum(spent.values())
-    spent["total"] = total
-    return [{"start-up": name, "s": seconds} for name, seconds in spent.items()]
-
-
-def seconds_to_first_step(overrides: list[str]) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        options = [*overrides, f"run.dir={folder}", "data.batch_size=4", "log.every_steps=1"]
-        metrics = Path(folder) / "default/metrics.jsonl"
-        command = [sys.executable, ROOT / "train.py", *options]
-        start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
-            while not (metrics.exists() and '"train"' in metrics.read_text()):
-                if process.poll() is not None:
-                    raise RuntimeError(
-                        f"train.py exited with {process.returncode} before its first step"
-                    )
-                time.sleep(0.01)
-            return time.perf_counter() - start
-        finally:
-            process.kill()
-            process.wait()
-
-
-def seconds_of_import(modules: str) -> float:
-    """Returns how long a new process imports these modules."""
-    command = [sys.executable, "-W", "ignore", "-c", IMPORT.format(modules)]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return float(process.stdout)
-
-
 def main() -> None:
     options = arguments(
         __doc__,
@@ -174,10 +117,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         overrides = write(synthetic_tables(PRESETS["yeast"]), Path(folder))
         overrides.append(f"data.cache_dir={folder}/cache")
-        overrides.append("data.val_fraction=0.001")  # validation comes before the first step
         yeast = read_config([*overrides, "model.hidden=64", "model.layers=3"])
-        load(yeast.data)  # fills the cache
-        start = start_up(overrides, yeast)
         batches = loading(yeast, ddp.device)
     rates: dict[str, list[float]] = {"train.py": [], "bare loop": []}
     for _ in range(options.rounds):
@@ -186,8 +126,7 @@ def main() -> None:
     speed = [{"program": name, "samples/s": median(values)} for name, values in rates.items()]
     ratios = [ours / bare for ours, bare in zip(*rates.values(), strict=True)]
     speed.append({"program": "train.py / bare loop", "samples/s": median(ratios)})
-    tables = {"Whole program": speed, "Data loading": batches, "Start-up, yeast preset": start}
-    report(tables, device, options.json)
+    report({"Whole program": speed, "Data loading": batches}, device, options.json)
 
 
 if __name__ == "__main__":
