@@ -48,11 +48,6 @@ def make_tables(split: str = "random", seed: int = 0) -> Tables:
     return tables
 
 
-def error_on_test_rows(tables: Tables, prediction: torch.Tensor) -> float:
-    rows = tables.rows("test")
-    return (prediction[rows] - tables.y[rows]).square().nanmean().item()
-
-
 # ---- The preset ----------------------------------------------------------------------------------
 def test_profiles_are_what_a_loop_over_edges_gives():
     tables, signal = generate(SMALL)
