@@ -266,7 +266,7 @@ def test_no_sentence_has_two_brackets(page):
 
 
 def test_the_tree_of_the_readme_is_that_of_the_folder():
-    (tree,) = [block.text for block in blocks(README, "") if "FAMILIES" in block.text]
+    (tree,) = [block.text for block in blocks(README, "") if "PARTS" in block.text]
     listed = []
     for line in filter(None, tree.splitlines()):
         name, text = line.split(maxsplit=1)
