@@ -409,21 +409,21 @@ class BaselineReadout(nn.Module):
         self.weights.copy_(baseline.weights)
         self.imputed.copy_(baseline.imputed / std)
 
-    def forward(self, is_known: Tensor, dose: Tensor, batch: Data) -> Tensor:
+    def forward(self, is_shown: Tensor, dose: Tensor, batch: Data) -> Tensor:
         """Returns the baseline of each sample, [B, T], given the doses of perturbed nodes, [P, K].
 
-        `is_known`, bool [2, N], says whose effects and whose slopes count. In place of another
-        effect stands the imputed one, in place of another slope 0.
+        `is_shown`, bool [2, N], says whose effects and whose slopes count. In place of a hidden
+        effect stands the imputed one, in place of a hidden slope 0.
         """
         node = batch.perturbed
-        has_effect, has_slope = is_known.index_select(1, node).unsqueeze(2)
+        shows_effect, shows_slope = is_shown.index_select(1, node).unsqueeze(2)
         effect = self.effect.index_select(0, node)
         imputed = self.imputed.index_select(0, node)
-        effect = effect.where(has_effect.unsqueeze(2), imputed)
+        effect = effect.where(shows_effect.unsqueeze(2), imputed)
         response = (dose.unsqueeze(2) * effect).sum(dim=1)  # [P, T]
         change = (1 - batch.level).to(dose.dtype).unsqueeze(1)
         of_sum, of_largest, of_smallest = self.weights
-        sums = sum_by_sample(change * self.slope * has_slope + of_sum * response, batch)
+        sums = sum_by_sample(change * self.slope * shows_slope + of_sum * response, batch)
         largest, smallest = extremes_by_sample(response, batch)
         return self.intercept + sums + of_largest * largest + of_smallest * smallest
 
@@ -443,7 +443,7 @@ def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
 class WithoutGraph(nn.Module):
     """What is known without the graph, such as the baseline, in the first column of each target.
 
-    `readout` maps which effects and slopes are known, the doses and the batch to [B, T].
+    `readout` maps which effects and slopes are shown, the doses and the batch to [B, T].
     """
 
     def __init__(self, readout: nn.Module, num_columns: int):
@@ -456,7 +456,7 @@ class WithoutGraph(nn.Module):
 
         This module does not import `model`: a fit in the cache is of all that this one imports.
         """
-        values = self.readout(wild.draws.is_known, dose, batch)
+        values = self.readout(wild.draws.is_shown, dose, batch)
         columns = nn.functional.pad(values.unsqueeze(2), (0, self.num_columns - 1))
         return columns.flatten(start_dim=1)
 

@@ -72,7 +72,7 @@ class LayerStates(NamedTuple):
 class Draws(NamedTuple):
     """The random masks and factors of a training step; all True and 1 in evaluation."""
 
-    is_known: Tensor  # whether a node's effect, and whether its slope, are known, bool [2, N]
+    is_shown: Tensor  # whether a node's identity and effect, and its slope are not hidden, [2, N]
     node_dropout: Tensor  # factors of the nodes' states, [N, H], the same in both passes
     row_dropout: Tensor  # factors of what the readouts know of each sample, [B, H]
 
@@ -159,10 +159,11 @@ class KnockoutGNN(nn.Module):
         else:
             numbers = torch.ones(len(key), hidden + 2, device=graph.device)
         for_dropout, for_hiding = numbers.tensor_split([hidden], 1)
-        # Were the slope never hidden, it would leave the graph little to explain of unseen nodes.
-        is_known = for_hiding.narrow(0, 0, num_nodes).t() >= self.unseen
+        # The slope is the baseline's. Were it never hidden, it would leave the graph little to
+        # explain of unseen nodes.
+        is_shown = for_hiding.narrow(0, 0, num_nodes).t() >= self.unseen
         factors = for_dropout.ge_(rate).div_(1 - rate)
-        return Draws(is_known, *factors.tensor_split([num_nodes]))
+        return Draws(is_shown, *factors.tensor_split([num_nodes]))
 
     def no_weight_decay(self) -> set[str]:
         """Returns the names of the parameters without weight decay: vectors, and the baseline's."""
@@ -221,7 +222,7 @@ class Encoder(nn.Module):
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns the nodes' identities, and what they send in the first layer, [N, 1, H] each."""
         if self.config.embedding:
-            x = self.identity * draws.is_known.select(0, 0).unsqueeze(1)
+            x = self.identity * draws.is_shown.select(0, 0).unsqueeze(1)
             sent = self.embedding
         else:
             x = sent = self.norm.weight.new_zeros(graph.num_nodes, self.config.hidden)

@@ -336,9 +336,9 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
     )
     batch = KnockoutDataset(tables, torch.ones(7, dtype=torch.long)).__getitems__(range(4))
     dose = torch.randn(len(batch.perturbed), 3, generator=generator).double()
-    is_known = torch.rand(2, 7, generator=generator) > 0.5
-    found = readout(is_known, dose, batch)
-    effects = readout.effect.view(7, 3, 2).where(is_known[0].view(7, 1, 1), readout.imputed)
+    is_shown = torch.rand(2, 7, generator=generator) > 0.5
+    found = readout(is_shown, dose, batch)
+    effects = readout.effect.view(7, 3, 2).where(is_shown[0].view(7, 1, 1), readout.imputed)
     u, v, w = readout.weights.view(3, 2)
     doses_of_samples = dose.split(batch.perturbed_ptr.diff().tolist())
     for sample, nodes in enumerate(sets):
@@ -346,7 +346,7 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
         responses = [torch.zeros(2).double()]
         for (node, level), node_dose in zip(nodes.items(), doses_of_samples[sample], strict=True):
             responses.append(node_dose @ effects[node])
-            expected = expected + (1 - level) * readout.slope * is_known[1, node]
+            expected = expected + (1 - level) * readout.slope * is_shown[1, node]
         responses = torch.stack(responses)
         expected = expected + u * responses.sum(0) + v * responses.amax(0) + w * responses.amin(0)
         torch.testing.assert_close(found[sample], expected)

@@ -36,9 +36,9 @@ def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state():
     shared = graph_of_12_nodes().double()
     sets = [[], [10], [0], [5, 8]]
     batch = make_batch(shared, sets)
-    is_known = torch.ones(2, NUM_NODES, dtype=torch.bool)
+    is_shown = torch.ones(2, NUM_NODES, dtype=torch.bool)
     baseline = model.terms["without_graph"].readout
-    additive = baseline(is_known, dose=torch.ones(4, 1).double(), batch=batch)
+    additive = baseline(is_shown, dose=torch.ones(4, 1).double(), batch=batch)
     effects = model(shared, batch) - additive
     source, target = shared.edge_index
     for sample, nodes in enumerate(sets):
