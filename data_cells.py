@@ -260,9 +260,10 @@ def read_header(
     with open_table(path) as file:
         _, cells = next(numbered_rows(path, file), (1, []))
     header = [cell.strip() for cell in cells]
+    names = [name for name in header if name]
     for i, name in enumerate(header):
         role = name.lower()
-        if i == 0:
+        if names[:1] == [name]:
             role = ALIASES.get(role, role)
         if role in (*first, *roles) and name not in kept:
             header[i] = role
@@ -273,7 +274,8 @@ def read_header(
             notes.append(f"{path}: column {number} has no name and no cells, and is left out")
         elif header.count(name) > 1:
             raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
-    if header[: len(first)] != list(first):
+    names = [name for name in header if name]
+    if names[: len(first)] != list(first):
         text = "\t".join(header)
         expected = "\t".join(first)
         raise DataError(f"{path}:1: the header is {text!r:.60}: begin with {expected!r}")

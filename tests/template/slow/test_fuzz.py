@@ -71,9 +71,8 @@ def spaces(tables: Table, draw: random.Random) -> None:
 
 
 def empty_column(tables: Table, draw: random.Random) -> None:
-    """A column without a name, behind those whose places count."""
     table = table_of(tables, draw)
-    place = draw.randrange(3 if table[0][0] == "source" else 1, len(table[0]) + 1)
+    place = draw.randrange(1, len(table[0]) + 1)
     for line in table:
         line.insert(place, "")
 
