@@ -253,7 +253,7 @@ def read_edges(
     `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
-    others = [name for name in header[3:] if name not in ("", "weight")]
+    others = [name for name in header if name not in ("source", "target", "relation", "weight", "")]
     if others:
         raise DataError(
             f"{path}:1: nothing reads {', '.join(others)!r:.60}: if it weighs the edges, name it "
