@@ -123,12 +123,8 @@ def run_command(
 ) -> int:
     """Calls `command` on this rank with the settings of a command line; returns the exit status.
 
-    A wrong command line is reported once, not by every rank. Afterwards, the process is as before.
-
-    Args:
-        arguments: the words of the command line; None: this process's.
-        read_settings: returns the settings that the words mean, which have a field `ddp`.
-        command: takes settings and process group.
+    Without `arguments`, it is this process's. The settings have a field `ddp`. A wrong command line
+    is reported once, not by every rank. Afterwards, the process is as before.
     """
     with log_to_console(), restored_settings():
         settings = Config()

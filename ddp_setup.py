@@ -105,8 +105,8 @@ class Distributed:
     def prepare_for_ddp(self, model: nn.Module) -> nn.Module:
         """Returns the model that `DistributedDataParallel` wraps, which must be on its device.
 
-        BatchNorm layers become SyncBatchNorm, if asked for, and constant buffers are not broadcast.
-        Raises `UserError` if SyncBatchNorm is asked for on the CPU.
+        BatchNorm layers become SyncBatchNorm, if asked for, or `UserError` on the CPU. Constant
+        buffers are not broadcast.
         """
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
@@ -226,10 +226,7 @@ class Distributed:
         self.cleanup.close()
 
     def record_end_reason(self, reason: str) -> tuple[str, bool]:
-        """Records why the job ends, if no rank has yet.
-
-        Returns the recorded reason and whether it is this rank's.
-        """
+        """Records why the job ends, if no rank has; returns the reason, and whether it is ours."""
         with contextlib.suppress(dist.DistError):  # torchrun is gone
             if self.store:
                 recorded = self.store.compare_set("end", "", f"{self.rank} {reason}").decode()

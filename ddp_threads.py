@@ -115,11 +115,8 @@ def count_busy_cpus(num_processes: int, load_file: Path = Path("/proc/loadavg"))
         return load
 
 
-def unseen_gpus_note(version: str) -> str:
-    """Returns a note if the environment names GPUs, of which torch has seen none, else "".
-
-    `version` is that of torch.
-    """
+def unseen_gpus_note(torch_version: str) -> str:
+    """Returns a note if the environment names GPUs, of which torch has seen none, else ""."""
     name = "SLURM_JOB_GPUS"
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         name = "CUDA_VISIBLE_DEVICES"
@@ -127,7 +124,7 @@ def unseen_gpus_note(version: str) -> str:
     if gpus.startswith("-") or not any(map(str.isdigit, gpus)):
         return ""
     return (
-        f"note      {name}={gpus} names GPUs, but torch {version} sees none: "
+        f"note      {name}={gpus} names GPUs, but torch {torch_version} sees none: "
         "look at nvidia-smi, and install torch for its version of CUDA"
     )
 

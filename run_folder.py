@@ -74,12 +74,9 @@ class LogConfig:
 
 
 class RunFolder:
-    """The files of a run.
+    """The files of a run of a `config.Config`.
 
-    Args:
-        config: the `config.Config` of the run.
-        origin: of the run's checkpoints.
-        rivals: the names of other predictions, whose metrics stand beside the model's.
+    `rivals` are the names of other predictions, whose metrics stand beside the model's.
     """
 
     def __init__(self, config: Any, ddp: Distributed, origin: Origin, rivals: Sequence[str] = ()):

@@ -29,15 +29,8 @@ def progress_bar(
 ) -> ProgressBar:
     """Returns a bar that counts the steps that are iterated, or the calls of its method `update`.
 
-    A single step has no bar.
-
-    Args:
-        steps: what to iterate, or how many steps there are.
-        title: what it begins with.
-        unit: name of a step, in the speed that is shown.
-        initial: steps that were made before, which do not count for the speed.
-        delay: seconds until it appears.
-        is_shown: whether there is a bar: where all ranks count alike, it is that of rank 0.
+    A single step has no bar. It appears after `delay` seconds; where all ranks count alike,
+    `is_shown` is for rank 0. Its speed is without the `initial` steps, which were made before.
     """
     is_number = isinstance(steps, int)
     total = steps if is_number else length_hint(steps)
