@@ -18,25 +18,17 @@ from ddp_setup import Distributed
 from run_progress import progress_bar
 from task import KnockoutTask
 
-LARGE_BATCH = 8192  # samples that are predicted at once where each takes little memory
+LARGE_BATCH = 8192  # samples at once where each takes little memory: fewer kernels to launch
 
 
 def evaluation_batch_size(task: KnockoutTask) -> int:
-    """Returns the number of samples that are predicted at once, over all ranks.
-
-    Of large batches, the host launches fewer kernels.
-    """
+    """Returns the number of samples that are predicted at once, over all ranks."""
     batch_size = task.config.data.batch_size
-    if task.is_cheap_per_sample:
-        return max(batch_size, LARGE_BATCH)
-    return batch_size
+    return max(batch_size, LARGE_BATCH) if task.is_cheap_per_sample else batch_size
 
 
 def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
-    """Returns the bare model's output of rows of the task on every rank, float64 [n, T, C].
-
-    Raises `RunError` if the model returns another shape.
-    """
+    """Returns the bare model's output of rows on every rank, float64 [n, T, C], as `by_score`."""
     model.eval()
 
     def output(batch: Data) -> Tensor:
@@ -85,10 +77,7 @@ def in_pieces(
     dataset: Dataset,
     ddp: Distributed,
 ) -> tuple[Tensor, int]:
-    """Returns a function of a batch of the dataset, computed in pieces, and their number.
-
-    Where memory runs out, they are twice as many.
-    """
+    """Returns a function of a batch, and in how many pieces: twice as many where memory ends."""
     rows = batch.index  # on the CPU
     pieces = [batch]
     while True:

@@ -65,10 +65,13 @@ class KnockoutTask:
             raise UserError("model.embedding=false needs node features: set data.features")
         check_scores(tables, config)
         fingerprint = tables.fingerprint()
-        start = load_start(tables, fingerprint, config)
+        start = None
         rivals = {}
-        if start is not None:
-            rivals[config.model.start] = start.prediction
+        if config.model.start == "baseline":
+            from baseline import load_baseline  # a part, which need not be here
+
+            start = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
+            rivals["baseline"] = start.prediction
         graph = SharedGraph(tables.graph()).to(device, config.optim.dtype)
         loss = LOSSES[config.optim.loss]
         mean, std = loss.unit(*training_mean_and_std(tables))
@@ -205,18 +208,12 @@ class KnockoutTask:
             self.route = "shared"
 
     def loss(self, output: Tensor, batch: Data) -> Tensor:
-        """Returns the weighted sum of a batch's losses for each score, [T].
-
-        `output` is the model's, [B, T * C].
-        """
+        """Returns the weighted sum of a batch's losses for each score, [T]; raises `RunError`."""
         losses = self.criterion.losses(self.by_score(output, batch), batch.y)
         return (batch.weight * losses).sum(dim=0)
 
     def by_score(self, output: Tensor, batch: Data) -> Tensor:
-        """Returns a model's output of a batch, [B, T * C], as [B, T, C].
-
-        Raises `RunError` if it has another shape.
-        """
+        """Returns a model's output [B, T * C] as [B, T, C]; raises `RunError` for another shape."""
         columns = self.criterion.columns
         num_samples = len(batch.y)
         if output.shape != (num_samples, self.num_outputs):
@@ -234,10 +231,8 @@ class KnockoutTask:
     def metrics(self, split: str, output: Tensor) -> dict[str, float]:
         """Returns the metrics of a split by name, beside the rivals', of outputs [n, T, C].
 
-        They are the loss, the mean squared error and those of `metrics_beside_rivals`, as means
-        over the targets for which they are defined; nan if there are none. In each of them, rows
-        count by their weights. `rows` is the number of rows in the split, `n` the number of those
-        with a score.
+        Each is a mean over the targets for which it is defined, nan if there are none; rows count
+        by their weights. `rows` is the number of rows, `n` that of rows with a score.
         """
         rows = self.rows(split)
         y = self.tables.y[rows]
@@ -294,15 +289,6 @@ class KnockoutTask:
         return notes
 
 
-def load_start(tables: Tables, fingerprint: str, config: Config) -> Any:
-    """Returns the fitted baseline, where training starts; None if it starts from the mean."""
-    if config.model.start == "mean":
-        return None
-    from baseline import load_baseline  # a part, which need not be here
-
-    return load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
-
-
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
     """Returns the dataset of tables on the graph, and how the model passes messages, a text."""
     scale = 1.0 if tables.split is None else weight_scale(tables)
@@ -320,10 +306,7 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
 
 
 def check_scores(tables: Tables, config: Config) -> None:
-    """Raises `UserError` for scores that no training or validation row has, or of a wrong kind.
-
-    Notes scores that are missing elsewhere.
-    """
+    """Raises `UserError` for scores that no training or validation row has, or of a wrong kind."""
     for split in SPLITS:
         is_missing = tables.y[tables.rows(split)].isnan().all(dim=0)
         names = [name for name, missing in zip(tables.targets, is_missing, strict=True) if missing]

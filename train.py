@@ -65,10 +65,7 @@ class StepParts(NamedTuple):
 
 
 def train(config: Config, ddp: Distributed) -> None:
-    """Trains or resumes a run.
-
-    On every rank, raises `UserError` for wrong input and `RunError` for a later failure.
-    """
+    """Trains or resumes a run; on every rank, raises `UserError`, and `RunError` once it runs."""
     optim = config.optim
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -143,11 +140,7 @@ def train_epoch(
     loader: DataLoader,
     ddp: Distributed,
 ) -> None:
-    """Trains an epoch, or the rest of one that was interrupted.
-
-    Raises `StopTraining` on every rank after the same step, and `RunError` for too many non-finite
-    steps.
-    """
+    """Trains an epoch, or the rest of one; raises `StopTraining` or `RunError` on every rank."""
     config = task.config
     optim = config.optim
     sampler = loader.batch_sampler
@@ -192,16 +185,11 @@ def train_step(
     meter: "Meter",
     ddp: Distributed,
 ) -> Tensor:
-    """Makes one step of the optimiser, from `optim.accumulate` batches on each rank.
-
-    `num_rows` are those of the whole step. Returns the gradient norm before clipping and the scale
-    of the loss, [2].
-    """
+    """Makes one step, of `num_rows` over all ranks; returns what `update_parameters` does."""
     optim = task.config.optim
     ddp_model = step_parts.model
     seed = seed_step(task.config.run.seed, state.step, ddp)
-    # The loss of a step is the mean over its rows and scores; world_size undoes DDP's mean over
-    # ranks.
+    # A step's loss is the mean over its rows and scores; world_size undoes DDP's over ranks.
     loss_factor = ddp.world_size / (num_rows * task.num_targets)
     for micro_step in range(optim.accumulate):
         with ddp.phase("data"):
@@ -282,10 +270,7 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distribu
 
 
 class Meter:
-    """Accumulates loss, times and non-finite steps since the last train row.
-
-    It does not wait for the device before `read`.
-    """
+    """Accumulates loss, times and non-finite steps until `read`, which waits for the device."""
 
     def __init__(self, task: KnockoutTask, ddp: Distributed):
         self.num_targets = task.num_targets
@@ -316,10 +301,7 @@ class Meter:
         self.loss_of_step.zero_()
 
     def read(self, state: TrainState) -> dict[str, Any]:
-        """Returns the values of the train row, and restarts.
-
-        Raises `RunError`, on every rank, for too many non-finite steps.
-        """
+        """Returns the train row, and restarts; raises `RunError` for too many non-finite steps."""
         num_steps = len(self.steps)
         norm, scale, loss_of_rank = torch.stack(self.steps).unbind(dim=1)
         losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()  # waits for the device
@@ -345,10 +327,7 @@ class Meter:
     def _count_skipped(
         self, norms: list[float], scales: list[float], losses: list[float], state: TrainState
     ) -> None:
-        """Counts steps that were not finite, given the norm, scale and loss of each.
-
-        All are equal on all ranks. Raises `RunError` for too many in a row.
-        """
+        """Counts steps that were not finite, by values that are equal on all ranks."""
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
         first = state.step - len(norms) + 1
         steps = zip(norms, scales, losses, strict=True)
