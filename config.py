@@ -190,10 +190,7 @@ def restored_settings() -> Iterator[None]:
 
 # ---- Reading -------------------------------------------------------------------------------------
 def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Config:
-    """Returns the options of config.yaml, overridden by those of files and of the command line.
-
-    Raises `UserError` for a wrong file or option.
-    """
+    """Returns the options of config.yaml, then of files and a command line; raises `UserError`."""
     sources = [DEFAULTS.name]
     options = read_options(DEFAULTS)
     for file in files:
@@ -206,10 +203,7 @@ def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ())
 def override(
     options: Mapping[str, Any], overrides: Sequence[str], sources: Sequence[str]
 ) -> Config:
-    """Returns {"section.key": value} as a configuration, overridden by a command line.
-
-    The log says where options are from. Raises `UserError` for a wrong one.
-    """
+    """Returns options as `Config`, overridden by a command line; raises `UserError`."""
     given = dict(map(parse_override, overrides))
     places = [*sources, "the command line"] if overrides else sources
     config = compose({**options, **given})
@@ -346,10 +340,7 @@ def types_of(option: Field) -> tuple[Any, ...]:
 
 
 def convert(key: str, value: Any, option: Field) -> Any:
-    """Returns `value` as one of the option's types.
-
-    Raises `UserError` if that would lose information or is out of range.
-    """
+    """Returns `value` as one of the option's types; raises `UserError` if that is not possible."""
     for kind in types_of(option):
         if (get_origin(kind) or kind) not in (*PLAIN_TYPES, Literal):
             raise UserError(f"{key} has the type {kind}, which no option can have: see config.py")
@@ -368,10 +359,7 @@ def convert(key: str, value: Any, option: Field) -> Any:
 
 
 def expand_path(path: str, where: str = "") -> str:
-    """Returns a path with the home folder for `~`, and with the values of environment variables.
-
-    Raises `UserError`, which says `where`, for an unknown user or variable that no file is called.
-    """
+    """Returns a path with `~` and environment variables replaced; raises `UserError`."""
     expanded = os.path.expanduser(os.path.expandvars(path))
     unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
     if unknown and not os.path.exists(expanded):

@@ -20,11 +20,7 @@ log = logging.getLogger("losses")
 
 
 class Criterion:
-    """What all losses have; one of your own overrides what differs.
-
-    Args:
-        mean, std: of the scores, as `unit` returns them, float64 [T].
-    """
+    """What all losses have, given `unit`'s mean and std, [T]; yours overrides what differs."""
 
     columns: tuple[str, ...]  # names of the output's columns of a score
     link = ""  # what the terms of a prediction add up to, if that is not a score, such as "logit"
@@ -45,10 +41,9 @@ class Criterion:
 
     @staticmethod
     def unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns where the first column is 0, and the unit that it is in, [T] each.
+        """Returns where the first column is 0 and its unit, scores or what is linked, [T] each.
 
-        Given are mean and standard deviation of the training scores. Results are scores or, where
-        there is a `link`, what is linked.
+        Given are mean and standard deviation of the training scores.
         """
         return mean, std
 
@@ -82,10 +77,7 @@ class Criterion:
 
     @staticmethod
     def together(predictions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the predictions of models together, [n, T] each, given `predictions` [M, n, T].
-
-        They are the means and, of several models, `sd`, the deviation of their predictions.
-        """
+        """Returns means over models, [n, T] of `predictions` [M, n, T], and `sd` of several."""
         means = {name: of_models.mean(dim=0) for name, of_models in predictions.items()}
         of_models = predictions["prediction"]
         if len(of_models) > 1:

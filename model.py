@@ -98,11 +98,9 @@ class KnockoutGNN(nn.Module):
     MLP. Normalisation is per node, so a prediction never depends on the other samples of its batch.
 
     Args:
-        num_nodes, num_relations, num_features: size of the graph that `forward` takes.
         unseen: share of nodes whose own identity and effect a training step hides, so that the
             model learns to predict nodes that no training row knocks out; none if dropout is 0.
         basis: of which `mask.doses` each response of a node is the sum, [3, K].
-        num_columns: C, of each target; predictions are of the first.
     """
 
     def __init__(
@@ -277,10 +275,7 @@ class KnockoutConv(nn.Module):
         level: Tensor | None = None,
         record: list[LayerStates] | None = None,
     ) -> Tensor:
-        """Returns the states after the layer, [N, B, H], given those before it and levels [N, B].
-
-        Without levels, all nodes are intact. What the layer makes of the states goes to `record`.
-        """
+        """Returns the states after the layer; without levels [N, B], all nodes are intact."""
         h = self.norm(x)
         root = self.root(h)
         sums = graph.propagate(h, self.SCALE * self.gate, level)  # over the living edges
@@ -311,10 +306,7 @@ class FirstConv(KnockoutConv):
         samples: Samples | None = None,
         record: list[LayerStates] | None = None,
     ) -> Tensor:
-        """Returns the states [N, B, H] of samples, given identities and embeddings, [N, 1, H].
-
-        Without samples, all nodes are intact, and B is 1.
-        """
+        """Returns the states [N, B, H]; without samples, all nodes are intact, and B is 1."""
         h = self.norm(sent)
         root = self.root(x)
         sums = graph.propagate_from_one(h, self.SCALE * self.gate, samples)  # over the living edges
@@ -371,12 +363,8 @@ class KnockoutTerm(nn.Module):
     """
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
-        """Returns the term, [B, T * C].
-
-        Few samples run through all layers at once, so that they stay in cache. A batch with a plan,
-        as of `model_reach.py`, brings a faster way to the same numbers.
-        """
-        if "plan" in batch:
+        """Returns the term, [B, T * C], of few samples at a time, which stay in cache."""
+        if "plan" in batch:  # of `model_reach.py`, a faster way to the same numbers
             return self.read(batch.plan.pooled(self, graph, wild), wild, batch)
         living = wild.encoder.living(graph, batch)
         blocks = []
