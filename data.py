@@ -8,8 +8,9 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -65,21 +66,15 @@ def load(config: DataConfig) -> Tables:
     data_notes = optional("data_notes")  # refuses names and makes notes, but is not imported
     code = file_digest(data_notes.__file__) if data_notes else ""
     key = f"{files} {digests} {options} {code}"  # notes of tables name their files
-
-    def read() -> dict[str, Any]:
-        return vars(read_tables(*files, *options))
-
-    tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
+    read = partial(read_tables, *files, *options)
+    tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, lambda: vars(read())))
     advice = "name some in its column split, or remove that column"
     if tables.split is None:
         advice = "change data.val_fraction and data.test_fraction or data.fold, or add rows"
         make_split = {"random": random_split, "nodes": node_split}[config.split]
         key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
         key += f" {config.fold}"
-
-        def split_rows() -> Tensor:
-            return make_split(tables, config)
-
+        split_rows = partial(make_split, tables, config)
         # The code of this module is that of the tables, too, which it imports.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
     elif config.split == "nodes" or config.fold:
@@ -110,10 +105,7 @@ def notes_on_replaced(config: DataConfig) -> list[str]:
 
 
 def with_example(config: DataConfig) -> DataConfig:
-    """Returns `config`, with the example's tables if it names none.
-
-    Raises `DataError` if this copy of the template is without them.
-    """
+    """Returns `config`, with the example's tables if it names none; raises `DataError`."""
     if config.edges:
         return config
     if not EXAMPLE.is_dir():
@@ -316,10 +308,7 @@ def basis_of(tables: Tables) -> Tensor:
 
 
 def mean_one_weight(tables: Tables) -> Tensor:
-    """Returns weights with a mean of 1 over the training rows of each target, float64 [n, T].
-
-    They are 0 where y is missing.
-    """
+    """Returns weights of mean 1 over each target's training rows, 0 for missing y, [n, T]."""
     weight = tables.score_weight(slice(None))
     of_train = tables.score_weight(tables.rows("train"))
     return weight * ((of_train > 0).sum(dim=0) / of_train.sum(dim=0))

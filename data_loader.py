@@ -62,10 +62,7 @@ def make_loader(
     workers: int,
     device: torch.device,
 ) -> DataLoader:
-    """Returns a loader of batches, given the row numbers of each; the dataset collates.
-
-    Batches stay on the CPU, in pinned memory if `device` is a GPU.
-    """
+    """Returns a loader of batches, on the CPU, of these row numbers; the dataset collates."""
     pin = device.type == "cuda"
     return DataLoader(
         dataset,

@@ -99,10 +99,7 @@ METRICS = {"pearson": pearson}
 
 # ---- Ranks ---------------------------------------------------------------------------------------
 def rank(values: Tensor) -> Tensor:
-    """Returns ranks from 1 among each target's values [n, T], float64; equal ones share the mean.
-
-    A nan takes no rank and stays.
-    """
+    """Returns each target's ranks from 1, float64 [n, T], of equal ones the mean; nan stays."""
     columns = values.T.nan_to_num(math.inf).contiguous()  # nan comes last
     ordered, order = columns.sort(dim=1)
     smaller = torch.searchsorted(ordered, ordered)
@@ -133,10 +130,7 @@ def metrics_beside_rivals(
     weight: Tensor | float = 1.0,
     functions: dict[str, Callable[..., Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns each metric by name, [T], and that of each rival as `<rival>_<name>`.
-
-    `rivals` are other predictions, [n, T] each. The metrics are `functions`, by default `METRICS`.
-    """
+    """Returns each metric by name, by default `METRICS`, and each rival's as `<rival>_<name>`."""
     metrics = {}
     for name, metric in (functions or METRICS).items():
         metrics[name] = metric(y, prediction, weight)
@@ -156,10 +150,7 @@ def first_metric() -> str:
 
 
 def quality(metrics: dict[str, Any]) -> tuple[float, float]:
-    """Returns a sort key, larger is better: the first metric (0 if undefined), then minus the loss.
-
-    A loss that is nan is the worst.
-    """
+    """Returns a sort key, larger is better: the first metric (0 for nan), then minus the loss."""
     value = metrics.get(first_metric(), -math.inf)  # as in a checkpoint from before an edit
     if math.isnan(value):
         value = 0.0
