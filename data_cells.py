@@ -21,7 +21,6 @@ from typing import TextIO
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from errors import DataError
 from run_progress import progress_bar
@@ -67,10 +66,7 @@ class Rows:
         return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
-        """Returns a column, float64 [n], nan where missing; raises `DataError`.
-
-        If it must be `positive`, a missing number is an error, too.
-        """
+        """Returns a column, float64 [n]; raises `DataError`, also for missing if `positive`."""
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.from_numpy(np.array(values, dtype=np.float64))
         numbers[numbers.isnan()] = math.nan  # of the same bits, whatever its text
@@ -288,10 +284,14 @@ def read_rows(
     """Yields the rows of a table, about `CHUNK` cells at once; raises `DataError`.
 
     A blank line is skipped or, without `skip_blank`, a row of empty cells. Columns without a name
-    must have empty cells. With `has_bar`, a bar shows the share of the file that is read.
+    must have empty cells. With `has_bar`, a bar counts the bytes of the file on the disk.
     """
     is_empty = True
-    with open_table(path) as file, bar_of_file(file, path, has_bar) as bar:
+    title = f"reading {Path(path).name}"
+    with (
+        open_table(path) as file,
+        progress_bar(os.fstat(file.fileno()).st_size, title, "B", is_shown=has_bar) as bar,
+    ):
         rows = whole_rows(path, file, header, skip_blank)
         while True:
             lines = []
@@ -329,10 +329,7 @@ def numbered_rows(path: str, file: TextIO) -> Iterator[tuple[int, list[str]]]:
 def whole_rows(
     path: str, file: TextIO, header: list[str], skip_blank: bool
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yields line and cells of each row below the header, as many as that has.
-
-    Blank lines are skipped, or rows of empty cells. Raises `DataError`.
-    """
+    """Yields line and cells, as many as the header has, of each row; raises `DataError`."""
     for line, row in islice(numbered_rows(path, file), 1, None):
         starts_empty = not row or not row[0]
         if skip_blank and starts_empty and not "".join(row).strip():
@@ -350,10 +347,7 @@ def whole_rows(
 
 
 def with_empty_end(row: list[str], header: list[str]) -> list[str]:
-    """Returns the cells, with empty ones at the end removed or added to match the header.
-
-    None is removed that has a text, and none is added under a column with a name.
-    """
+    """Returns the cells, with empty ones at the end removed, or added where no name is above."""
     while len(row) > len(header) and not row[-1].strip():
         row.pop()
     while len(row) < len(header) and not any(header[len(row) :]):
@@ -366,9 +360,3 @@ def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> N
     for line, cell in zip(lines, cells, strict=True):
         if cell.strip():
             raise DataError(f"{path}:{line}: {cell!r:.60} in column {number}, which has no name")
-
-
-def bar_of_file(file: TextIO, path: str, is_shown: bool) -> tqdm:
-    """Returns a bar that counts the bytes of a file as they are on the disk."""
-    size = os.fstat(file.fileno()).st_size
-    return progress_bar(size, f"reading {Path(path).name}", unit="B", is_shown=is_shown)

@@ -110,10 +110,7 @@ class Tables:
             yield name if level == 0 and not has_level(name) else f"{name}={level:.15g}"
 
     def set_number(self) -> Tensor:
-        """Returns the number of each row's set of nodes and levels, long [n], from 0.
-
-        Sets are numbered in the order of their first rows.
-        """
+        """Returns the number of each row's set of nodes and levels, long [n], by first rows."""
         return number_in_order(self.set_code(self.node_code()))
 
     def node_code(self) -> Tensor:
@@ -140,16 +137,10 @@ class Tables:
         return count > 0
 
     def unseen(self, split: str) -> Tensor:
-        """Returns the number of unseen nodes in each row of a split, int [rows, T].
-
-        A node is unseen for a target if no training row with that score perturbs it.
-        """
-        is_in_split = self.is_in(split)
-        position = is_in_split.cumsum(0) - 1  # of each row in the split
-        sample = self.sample()
-        chosen = is_in_split[sample]
-        is_unseen = ~self.is_seen()[self.perturbed[chosen]]
-        return scatter(is_unseen.int(), position[sample[chosen]], dim_size=int(is_in_split.sum()))
+        """Returns the number of nodes in each row of a split that are not seen, int [rows, T]."""
+        is_unseen = ~self.is_seen()[self.perturbed]
+        num_unseen = scatter(is_unseen.int(), self.sample(), dim_size=len(self.y))
+        return num_unseen[self.is_in(split)]
 
     def unseen_share(self, split: str) -> float:
         """Returns the share of the perturbed nodes that are unseen, over all scores of a split."""
@@ -193,10 +184,7 @@ def cached(
 def read_tables(
     edges: str, perturbations: str, features: str, scores: Sequence[str], undirected: bool
 ) -> Tables:
-    """Returns the files as `Tables`: nodes sorted by name, duplicate edges merged by mean.
-
-    The arguments are the options of section `data`. Raises `DataError`.
-    """
+    """Returns files as `Tables`, nodes by name, equal edges merged by mean; raises `DataError`."""
     node_number = {}
     notes = []
     relations, edge_index, edge_type, edge_weight = read_edges(edges, node_number, notes)
@@ -311,10 +299,9 @@ def read_knockouts(
         chunk = {"row": row + num_rows, "node": node, "level": level, "line": line, "y": y}
         if "split" in header:
             chunk["split"] = rows.splits()
-        if "weight" in header:
-            chunk["weight"] = rows.numbers("weight", positive=True)
-        if "sd" in header:
-            chunk["sd"] = rows.numbers("sd", positive=True)
+        for column in ("weight", "sd"):
+            if column in header:
+                chunk[column] = rows.numbers(column, positive=True)
         chunks.append(chunk)
         num_rows += len(y)
     fields = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
@@ -361,11 +348,7 @@ def read_features(
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
-    """Returns `perturbed`, `perturbed_ptr` and `level` of `Tables`, given unsorted triples.
-
-    A triple is the row, the node and the level of a perturbed node. Level 1 is intact, and left
-    out.
-    """
+    """Returns fields of `Tables`, given unsorted perturbed nodes; level 1, intact, is left out."""
     num_nodes = int(node.max()) + 1 if len(node) else 0
     order = stable_order(row * num_nodes + node)
     order = order[level[order] != 1]

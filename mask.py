@@ -45,10 +45,7 @@ LINEAR = torch.tensor([[1.0], [1.0], [0.0]])
 
 
 def doses(level: Tensor) -> Tensor:
-    """Returns loss, gain and deletion of nodes at these levels [P], [P, 3].
-
-    They are max(0, 1 - level), min(0, 1 - level), and 1 at level 0.
-    """
+    """Returns loss, gain and deletion, [P, 3], of nodes at these levels [P]: 0 where it is none."""
     change = 1 - level
     return torch.stack([change.clamp(min=0), change.clamp(max=0), (level == 0).to(change)], dim=1)
 
@@ -65,7 +62,6 @@ class SharedGraph(nn.Module):
         graph: a `HeteroData` whose edge types all connect `node_type` with itself, each with an
             `edge_index` [2, E_r] and, unless all are 1, `edge_weight` [E_r], positive; nodes may
             have features `x` [N, F].
-        node_type: the type of the nodes that are knocked out.
 
     Raises:
         ValueError: there are no edge types, or one has another node type, a wrong shape or a node
@@ -121,10 +117,7 @@ class SharedGraph(nn.Module):
         self.degree = self.incidence_ptr[::num_relations].diff()
 
     def _add_out_edges(self, relation: Tensor) -> None:
-        """Stores at r * N + n where the edges of relation r from node n begin in `stack.by_source`.
-
-        Nodes without such edges, whose rows the stack may leave out, are among these.
-        """
+        """Stores at r * N + n where relation r's edges from node n begin in `stack.by_source`."""
         row = relation * self.num_nodes + self.edge_index[0]
         count = row.bincount(minlength=len(self.relations) * self.num_nodes)
         self._buffer("out_ptr", cumsum(count))
@@ -151,10 +144,7 @@ class SharedGraph(nn.Module):
             )
 
     def levels(self, batch: Data) -> Tensor:
-        """Returns the level of each node in each sample, [N, B], in the graph's dtype.
-
-        It is 1 for an intact node and 0 for a dead one.
-        """
+        """Returns the level of each node in each sample, [N, B], in the graph's dtype."""
         self.check(batch)
         levels = self.edge_weight.new_ones(self.num_nodes, num_samples(batch))
         changed = batch.level.to(levels.dtype)
@@ -167,10 +157,9 @@ class SharedGraph(nn.Module):
     def samples_at_once(self, states: Tensor) -> int:
         """Returns for how many samples states [N, B, H] such as these of one sample stay in cache.
 
-        That is 1 MB, about a CPU core's. On a GPU, it is for how many each relation's sums of
-        states fit in 4 GB together.
+        On a GPU, it is for how many each relation's sums of states fit in 4 GB together.
         """
-        size = 2**32 // len(self.relations) if states.is_cuda else 2**20
+        size = 2**32 // len(self.relations) if states.is_cuda else 2**20  # about a CPU core's
         return max(1, size // (states.numel() * states.element_size()))
 
     def in_blocks(self, batch: Data, states: Tensor) -> Iterator[Samples]:
