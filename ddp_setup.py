@@ -119,7 +119,7 @@ class Distributed:
         dist.set_debug_level_from_env()  # so that DDP names parameters without a gradient
         buffers = [name for name, _ in model.named_buffers()]
         has_statistics = any(name.endswith("running_mean") for name in buffers)
-        if not has_statistics:
+        if not has_statistics:  # constant buffers need no broadcast
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         return model
 
@@ -137,11 +137,10 @@ class Distributed:
     def stop_reason(self, at_once: bool = True) -> str:
         """Returns the reason why all ranks must stop, "" if they need not.
 
-        Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". They also
-        agree on the number of steps until the next time: each rank proposes one by its own speed,
-        and the smallest counts. It is at most twice the last, as a host that is ahead of its device
-        takes steps for faster than they are. It travels on the device's backend, as on gloo it
-        would cost a thousand ranks tens of milliseconds.
+        Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". Each rank
+        proposes the steps until the next time by its own speed, at most twice the last, as a host
+        ahead of its device takes steps for faster than they are; the smallest counts. It travels on
+        the device's backend: gloo would cost a thousand ranks tens of milliseconds.
         """
         if self.steps_since < self.steps_between and not at_once:
             return ""
@@ -235,10 +234,7 @@ class Distributed:
         return reason, True
 
     def fail(self, error: BaseException) -> int:
-        """Reports that the job fails; returns the exit status: of a `UserError` its own, else 1.
-
-        Only the first rank to fail prints, of other errors with a traceback.
-        """
+        """Reports that the job fails, in print on the first rank that does; returns the status."""
         trace, reason = explain_failure(error, self.rank)
         first, is_first = self.record_end_reason(reason)
         report = log_and_print if is_first else log.error

@@ -97,10 +97,7 @@ class RunFolder:
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
     def open(cls, *arguments: Any) -> "RunFolder":
-        """Makes the folder and locks it; raises `UserError` on every rank if that is not possible.
-
-        The arguments are those of the class.
-        """
+        """Makes and locks the folder, given the arguments of the class; raises `UserError`."""
         folder = cls(*arguments)
         with folder.ddp.sync_errors():
             if folder.ddp.rank == 0:
@@ -178,10 +175,9 @@ class RunFolder:
             )
 
     def changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
-        """Returns {"section.key": value} of a checkpoint's options that differ from the given ones.
+        """Returns {"section.key": earlier value} of options under this `resume` rule that differ.
 
-        Only of those that have this `rule` in `Config.resume_rules`. One that the checkpoint lacks
-        was at its default.
+        One that the checkpoint lacks was at its default.
         """
         rules = self.config.resume_rules()
         defaults = type(self.config)().options()
@@ -217,10 +213,7 @@ class RunFolder:
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def _start_files(self, state: TrainState, ranks: str, steps_per_epoch: int) -> None:
-        """Opens the other ranks' logs, and records configuration, environment and metrics.
-
-        A run that is trained to its end keeps its test.tsv and what analyse.py made of it.
-        """
+        """Opens the other ranks' logs, and records configuration, environment and metrics."""
         with explain_write_errors(self.path, UserError):
             if self.ddp.rank != 0:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -242,10 +235,7 @@ class RunFolder:
     def _restore_best(
         self, checkpoint: dict[str, Any], state: TrainState, steps_per_epoch: int
     ) -> None:
-        """Writes best.pt, by the checkpoint that is resumed, if it is missing, damaged or another.
-
-        Its optimiser is that of the checkpoint. Raises `UserError`.
-        """
+        """Writes best.pt, unless it is the best step's, with the optimiser of the checkpoint."""
         path = self.checkpoints / "best.pt"
         step = state.best["step"]
         with contextlib.suppress(Exception):  # a damaged file fails in many ways
@@ -274,10 +264,7 @@ class RunFolder:
 
     # ---- Writing ---------------------------------------------------------------------------------
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
-        """Appends a row to metrics.jsonl, with null for non-finite numbers.
-
-        A val row also redraws curves.svg.
-        """
+        """Appends a row to metrics.jsonl, null for non-finite numbers; of val, draws curves.svg."""
         if self.ddp.rank != 0:
             return
         epoch = state.epoch + 1 if kind == "train" else state.epoch
@@ -299,10 +286,7 @@ class RunFolder:
             write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
-        """Writes this step's checkpoint on rank 0; if it `is_best`, best.pt is the same file.
-
-        A collective; raises `RunError` on every rank.
-        """
+        """Writes the checkpoint, and best.pt if it `is_best`; a collective, raises `RunError`."""
         if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
             state.optimizer.consolidate_state_dict()  # each rank holds a shard
         with self.ddp.sync_errors(phase="save"):
@@ -353,10 +337,7 @@ class RunFolder:
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 
     def finish(self, state: TrainState, test: dict[str, Any], lines: Iterable[str]) -> None:
-        """Writes the test row and the lines of test.tsv, and records the end of the run.
-
-        A collective; raises `RunError` on every rank.
-        """
+        """Writes test row and test.tsv, and ends the run; a collective, raises `RunError`."""
         path = self.path / "test.tsv"
         with self.ddp.sync_errors(phase="save"), explain_write_errors(path):
             if self.ddp.rank == 0:
