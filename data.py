@@ -213,17 +213,14 @@ class KnockoutDataset(Dataset):
     A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1],
     `level` [P] (0 for deleted nodes), `y` [B, T], `weight` [B, T] (0 for missing scores and
     padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the
-    masks' tensors. `degree` is that of `SharedGraph`, long [N]; `transform`, such as
-    `model_reach.ReachPlanner`, takes each batch and returns what the model gets; `scale` is the
-    `weight_scale` of the tables that are trained on. Batches also bring `columns` by their names:
-    tensors [n, ...] with an entry for each row, as those of `Tables.columns`, or what a function
-    makes of the batch. Padding has zeros.
+    masks' tensors. It also has `columns` by their names: tensors [n, ...] with an entry for each
+    row, as those of `Tables.columns`, or what a function makes of the batch. Padding has zeros.
     """
 
     tables: Tables
-    degree: Tensor
-    transform: Callable[[Data], Data] | None = None
-    scale: Tensor | float = 1.0
+    degree: Tensor  # that of `SharedGraph`, long [N]
+    transform: Callable[[Data], Data] | None = None  # of batches, such as `ReachPlanner`
+    scale: Tensor | float = 1.0  # the `weight_scale` of the tables that are trained on
     out_degree: Tensor | None = None  # given, batches have num_out_edges: no wait for a GPU
     columns: dict[str, Tensor | Callable[[Data], Tensor]] = field(default_factory=dict)
 

@@ -66,7 +66,10 @@ class Rows:
         return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
-        """Returns a column, float64 [n]; raises `DataError`, also for nan if `positive`."""
+        """Returns a column, float64 [n], nan where missing; raises `DataError`.
+
+        If it must be `positive`, a missing number is an error, too.
+        """
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.from_numpy(np.array(values, dtype=np.float64))
         numbers[numbers.isnan()] = math.nan  # of the same bits, whatever its text

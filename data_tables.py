@@ -110,7 +110,7 @@ class Tables:
             yield name if level == 0 and not has_level(name) else f"{name}={level:.15g}"
 
     def set_number(self) -> Tensor:
-        """Returns the number of each row's set of nodes and levels, long [n], by first rows."""
+        """Returns the number of each row's set of nodes and levels, in their order, long [n]."""
         return number_in_order(self.set_code(self.node_code()))
 
     def node_code(self) -> Tensor:

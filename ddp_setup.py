@@ -234,7 +234,10 @@ class Distributed:
         return reason, True
 
     def fail(self, error: BaseException) -> int:
-        """Reports that the job fails, in print on the first rank that does; returns the status."""
+        """Reports that the job fails; returns the exit status: of a `UserError` its own, else 1.
+
+        Only the first rank to fail prints, of other errors with a traceback.
+        """
         trace, reason = explain_failure(error, self.rank)
         first, is_first = self.record_end_reason(reason)
         report = log_and_print if is_first else log.error

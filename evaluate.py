@@ -28,7 +28,7 @@ def evaluation_batch_size(task: KnockoutTask) -> int:
 
 
 def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
-    """Returns the bare model's output of rows on every rank, float64 [n, T, C], as `by_score`."""
+    """Returns the model's output of rows, float64 [n, T, C], on every rank; raises `RunError`."""
     model.eval()
 
     def output(batch: Data) -> Tensor:
@@ -77,7 +77,10 @@ def in_pieces(
     dataset: Dataset,
     ddp: Distributed,
 ) -> tuple[Tensor, int]:
-    """Returns a function of a batch, and in how many pieces: twice as many where memory ends."""
+    """Returns a function of a batch of the dataset, computed in pieces, and their number.
+
+    Where memory runs out, they are twice as many.
+    """
     rows = batch.index  # on the CPU
     pieces = [batch]
     while True:

@@ -20,7 +20,10 @@ log = logging.getLogger("losses")
 
 
 class Criterion:
-    """What all losses have, given `unit`'s mean and std, [T]; yours overrides what differs."""
+    """What all losses have; one of your own overrides what differs.
+
+    `mean` and `std` are of the scores, as `unit` returns them, float64 [T].
+    """
 
     columns: tuple[str, ...]  # names of the output's columns of a score
     link = ""  # what the terms of a prediction add up to, if that is not a score, such as "logit"
@@ -41,7 +44,7 @@ class Criterion:
 
     @staticmethod
     def unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns where the first column is 0 and its unit, scores or what is linked, [T] each.
+        """Returns where the first column is 0, and its unit, in scores or what is linked, [T] each.
 
         Given are mean and standard deviation of the training scores.
         """
@@ -77,7 +80,7 @@ class Criterion:
 
     @staticmethod
     def together(predictions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns means over models, [n, T] of `predictions` [M, n, T], and `sd` of several."""
+        """Returns means over models, [n, T], of predictions [M, n, T]; of several, also `sd`."""
         means = {name: of_models.mean(dim=0) for name, of_models in predictions.items()}
         of_models = predictions["prediction"]
         if len(of_models) > 1:

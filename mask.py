@@ -45,7 +45,10 @@ LINEAR = torch.tensor([[1.0], [1.0], [0.0]])
 
 
 def doses(level: Tensor) -> Tensor:
-    """Returns loss, gain and deletion, [P, 3], of nodes at these levels [P]: 0 where it is none."""
+    """Returns loss, gain and deletion of nodes at these levels [P], [P, 3].
+
+    They are max(0, 1 - level), min(0, 1 - level), and 1 at level 0.
+    """
     change = 1 - level
     return torch.stack([change.clamp(min=0), change.clamp(max=0), (level == 0).to(change)], dim=1)
 

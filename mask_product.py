@@ -115,7 +115,7 @@ class _Propagate(torch.autograd.Function):
 
 
 def sum_relations(sums: Tensor, gate: Tensor, rows: RelationMatrix, num_nodes: int) -> Tensor:
-    """Returns the sum over relations of gate times `sums` [M, B, H], overwritten: [N, B, H]."""
+    """Returns the sum over relations of gate times sums, [N, B, H]; overwrites sums [M, B, H]."""
     if rows.relation is None:
         sums = sums.view(len(gate), num_nodes, *sums.shape[1:])
         return sums.mul_(gate.view(len(gate), 1, 1, -1)).sum(0)

@@ -264,7 +264,7 @@ class RunFolder:
 
     # ---- Writing ---------------------------------------------------------------------------------
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
-        """Appends a row to metrics.jsonl, null for non-finite numbers; of val, draws curves.svg."""
+        """Appends a row to metrics.jsonl, null for non-finite numbers; a val row redraws curves."""
         if self.ddp.rank != 0:
             return
         epoch = state.epoch + 1 if kind == "train" else state.epoch
@@ -286,7 +286,7 @@ class RunFolder:
             write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
-        """Writes the checkpoint, and best.pt if it `is_best`; a collective, raises `RunError`."""
+        """A collective that writes a checkpoint, and best.pt if it `is_best`; raises `RunError`."""
         if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
             state.optimizer.consolidate_state_dict()  # each rank holds a shard
         with self.ddp.sync_errors(phase="save"):
@@ -337,7 +337,7 @@ class RunFolder:
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 
     def finish(self, state: TrainState, test: dict[str, Any], lines: Iterable[str]) -> None:
-        """Writes test row and test.tsv, and ends the run; a collective, raises `RunError`."""
+        """A collective that writes test row and test.tsv, and ends the run; raises `RunError`."""
         path = self.path / "test.tsv"
         with self.ddp.sync_errors(phase="save"), explain_write_errors(path):
             if self.ddp.rank == 0:

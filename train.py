@@ -327,7 +327,7 @@ class Meter:
     def _count_skipped(
         self, norms: list[float], scales: list[float], losses: list[float], state: TrainState
     ) -> None:
-        """Counts steps that were not finite, by values that are equal on all ranks."""
+        """Counts steps that were not finite, by values equal on all ranks; raises `RunError`."""
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
         first = state.step - len(norms) + 1
         steps = zip(norms, scales, losses, strict=True)
