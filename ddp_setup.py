@@ -119,7 +119,7 @@ class Distributed:
         dist.set_debug_level_from_env()  # so that DDP names parameters without a gradient
         buffers = [name for name, _ in model.named_buffers()]
         has_statistics = any(name.endswith("running_mean") for name in buffers)
-        if not has_statistics:  # constant buffers need no broadcast
+        if not has_statistics:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         return model
 

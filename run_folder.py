@@ -97,7 +97,7 @@ class RunFolder:
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
     def open(cls, *arguments: Any) -> "RunFolder":
-        """Makes and locks the folder, given the arguments of the class; raises `UserError`."""
+        """Makes and locks the folder, by the class's arguments; raises `UserError` on all ranks."""
         folder = cls(*arguments)
         with folder.ddp.sync_errors():
             if folder.ddp.rank == 0:
