@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -66,8 +66,11 @@ def load(config: DataConfig) -> Tables:
     data_notes = optional("data_notes")  # refuses names and makes notes, but is not imported
     code = file_digest(data_notes.__file__) if data_notes else ""
     key = f"{files} {digests} {options} {code}"  # notes of tables name their files
-    read = partial(read_tables, *files, *options)
-    tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, lambda: vars(read())))
+
+    def read() -> dict[str, Any]:
+        return vars(read_tables(*files, *options))
+
+    tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
     advice = "name some in its column split, or remove that column"
     if tables.split is None:
         advice = "change data.val_fraction and data.test_fraction or data.fold, or add rows"

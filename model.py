@@ -275,7 +275,10 @@ class KnockoutConv(nn.Module):
         level: Tensor | None = None,
         record: list[LayerStates] | None = None,
     ) -> Tensor:
-        """Returns the states after the layer; without levels [N, B], all nodes are intact."""
+        """Returns the states after the layer, [N, B, H], given those before it and levels [N, B].
+
+        Without levels, all nodes are intact.
+        """
         h = self.norm(x)
         root = self.root(h)
         sums = graph.propagate(h, self.SCALE * self.gate, level)  # over the living edges
@@ -306,7 +309,10 @@ class FirstConv(KnockoutConv):
         samples: Samples | None = None,
         record: list[LayerStates] | None = None,
     ) -> Tensor:
-        """Returns the states [N, B, H]; without samples, all nodes are intact, and B is 1."""
+        """Returns the states [N, B, H], given identities x and embeddings `sent`, [N, 1, H] each.
+
+        Without samples, all nodes are intact, and B is 1.
+        """
         h = self.norm(sent)
         root = self.root(x)
         sums = graph.propagate_from_one(h, self.SCALE * self.gate, samples)  # over the living edges
