@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from run_checkpoint import load_file
+
 log = logging.getLogger(__name__)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # may have a docstring
 
@@ -39,7 +41,7 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             failure = error
         if path.exists():
             try:
-                return torch.load(path, weights_only=True, mmap=True)
+                return load_file(path, mmap=True)
             except Exception as error:  # a damaged file fails in many ways
                 log.warning(
                     f"cache     {path} is damaged and will be rebuilt: {type(error).__name__}"

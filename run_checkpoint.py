@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from errors import RunError, UserError
 
 log = logging.getLogger("run_checkpoint")
+NEEDED = ("model", "optimizer", "scaler", "step", "config", "data")  # entries of any checkpoint
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ class Origin:
 
 @dataclass
 class TrainState:
-    """Everything that a checkpoint restores."""
+    """Everything that a checkpoint restores.
+
+    A field of your own needs a default, which it has where a checkpoint lacks it. What has a
+    `state_dict` is saved and restored by it, such as averaged weights or a scheduler of torch.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -61,10 +67,12 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save; `best_model` is None if it is the model itself."""
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("model", "optimizer", "scaler"):
-            state[name] = state[name].state_dict()
-        if self.best is not None and self.best["step"] == self.step:
+        state = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            state[field.name] = value.state_dict() if hasattr(value, "state_dict") else value
+        is_best = self.best is not None and self.best["step"] == self.step
+        if is_best and are_equal(self.best_model, state["model"]):
             state["best_model"] = None
         return state
 
@@ -94,9 +102,13 @@ class TrainState:
                 values["step"] = values["step"].to(parameter.device)
         if state["config"]["optim"]["precision"] == precision:  # the scale depends on it
             self.scaler.load_state_dict(state["scaler"])
-        for name in ("step", "epoch", "best", "skipped", "skipped_in_row"):
-            setattr(self, name, state[name])
-        self.best_model = state["best_model"]
+        restored = ("model", "optimizer", "scaler")
+        for name in [field.name for field in fields(self) if field.name not in restored]:
+            value = getattr(self, name)
+            if name in state and hasattr(value, "load_state_dict"):
+                value.load_state_dict(state[name])
+            elif name in state:
+                setattr(self, name, state[name])
         if self.best is not None and self.best_model is None:
             self.best_model = state["model"]
 
@@ -117,10 +129,9 @@ def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Returns a checkpoint on the CPU and its `file`; raises `UserError` if it is damaged."""
-    names = [field.name for field in fields(TrainState)] + ["config", "data"]
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return {**state, **{name: state[name] for name in names}, "file": str(path)}
+        state = load_file(path)
+        return {**state, **{name: state[name] for name in NEEDED}, "file": str(path)}
     except FileNotFoundError as error:
         problem = f"is not a readable checkpoint ({type(error).__name__}): there is no such file"
         raise UserError(f"{path} {problem} or folder") from None
@@ -138,6 +149,26 @@ def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         reason = " ".join(str(error).split())[:300]
         file = checkpoint["file"]
         raise UserError(f"the model saved in {file} does not match: {reason}") from None
+
+
+def load_file(path: str | Path, **options: Any) -> Any:
+    """Returns what `torch.save` wrote, on the CPU, as `torch.load` with further options does.
+
+    Raises an exception of any kind for a damaged file, also where torch would not notice: it does
+    not compare the checksums that the file holds.
+    """
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"{damaged} is not what was written")
+    return torch.load(path, map_location="cpu", weights_only=True, **options)
+
+
+def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Returns whether two state dicts, on any devices, have the same names and numbers."""
+    if tensors.keys() != others.keys():
+        return False
+    return all(torch.equal(tensors[name].cpu(), others[name].cpu()) for name in tensors)
 
 
 # ---- Writing -------------------------------------------------------------------------------------

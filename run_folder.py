@@ -33,6 +33,7 @@ from run_checkpoint import (
     explain_write_errors,
     first_nonfinite,
     link_atomically,
+    load_file,
     lock_file,
     read_checkpoint,
     save_atomically,
@@ -239,7 +240,7 @@ class RunFolder:
         path = self.checkpoints / "best.pt"
         step = state.best["step"]
         with contextlib.suppress(Exception):  # a damaged file fails in many ways
-            if torch.load(path, weights_only=True, mmap=True)["step"] == step:
+            if load_file(path, mmap=True)["step"] == step:
                 return
         saved = {name: value for name, value in checkpoint.items() if name != "file"}
         best = {**saved, "model": state.best_model, "best_model": None}
@@ -286,7 +287,11 @@ class RunFolder:
             write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
-        """A collective that writes a checkpoint, and best.pt if it `is_best`; raises `RunError`."""
+        """Writes this step's checkpoint on rank 0 and, if it `is_best`, best.pt.
+
+        That is the same file, unless other weights were validated than the model's, such as their
+        average: these are its `model`. A collective; raises `RunError` on every rank.
+        """
         if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
             state.optimizer.consolidate_state_dict()  # each rank holds a shard
         with self.ddp.sync_errors(phase="save"):
@@ -303,7 +308,12 @@ class RunFolder:
             best_path = self.checkpoints / "best.pt"
             with explain_write_errors(path):
                 os.fsync(self.metrics.fileno())  # never a checkpoint without its rows
-                if is_best:  # first: a run that is killed here goes on from the step before
+                # best.pt first: a run that is killed here goes on from the step before.
+                if is_best and checkpoint["best_model"] is not None:
+                    validated = {"model": checkpoint["best_model"], "best_model": None}
+                    save_atomically(best_path, checkpoint | validated)
+                    save_atomically(path, checkpoint)
+                elif is_best:
                     save_atomically(best_path, checkpoint)
                     link_atomically(best_path, path)
                 else:
