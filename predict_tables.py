@@ -27,7 +27,7 @@ from data_tables import OF_GRAPH, Tables, checked_sets, pack
 from ddp_setup import Distributed
 from errors import UserError
 from parts import optional
-from run_checkpoint import explain_write_errors, lock_file, save_atomically
+from run_checkpoint import explain_write_errors, load_file, lock_file, save_atomically
 from run_folder import RunFolder
 
 # What makes a row an extrapolation.
@@ -82,7 +82,7 @@ def read_graph(checkpoint: Path) -> dict[str, Any]:
         path = folder / "graph.pt"
         if path.exists():
             try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return load_file(path, mmap=True)
             except Exception as error:  # a damaged file fails in many ways
                 raise UserError(f"{path} is not readable ({type(error).__name__})") from None
     raise UserError(

@@ -11,7 +11,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -68,9 +68,8 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save; `best_model` is None if it is the model itself."""
         state = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            state[field.name] = value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in vars(self).items():
+            state[name] = value.state_dict() if hasattr(value, "state_dict") else value
         is_best = self.best is not None and self.best["step"] == self.step
         if is_best and are_equal(self.best_model, state["model"]):
             state["best_model"] = None
@@ -102,12 +101,12 @@ class TrainState:
                 values["step"] = values["step"].to(parameter.device)
         if state["config"]["optim"]["precision"] == precision:  # the scale depends on it
             self.scaler.load_state_dict(state["scaler"])
-        restored = ("model", "optimizer", "scaler")
-        for name in [field.name for field in fields(self) if field.name not in restored]:
+        others = state.keys() & vars(self).keys() - {"model", "optimizer", "scaler"}
+        for name in others:
             value = getattr(self, name)
-            if name in state and hasattr(value, "load_state_dict"):
+            if hasattr(value, "load_state_dict"):
                 value.load_state_dict(state[name])
-            elif name in state:
+            else:
                 setattr(self, name, state[name])
         if self.best is not None and self.best_model is None:
             self.best_model = state["model"]

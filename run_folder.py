@@ -109,8 +109,11 @@ class RunFolder:
         return folder
 
     def _lock(self) -> None:
-        """Waits for ranks of a killed torchrun and their DataLoader workers, which take seconds."""
-        self.lock = self.ddp.cleanup.enter_context((self.path / "log.rank0.txt").open("a"))
+        """Waits for ranks of a killed torchrun and their DataLoader workers, which take seconds.
+
+        The file that is locked is none that people move away, as they do with logs.
+        """
+        self.lock = self.ddp.cleanup.enter_context((self.checkpoints / ".lock").open("a"))
         for _ in range(100):
             with contextlib.suppress(BlockingIOError):
                 lock_file(self.lock)

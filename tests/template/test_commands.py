@@ -217,7 +217,7 @@ def test_a_file_system_without_locks_is_written_with_a_warning(train_here, monke
     monkeypatch.setattr(fcntl, "flock", flock)
     assert train_here() == 0
     reason = "cannot be locked (Function not implemented)"
-    assert f"note      runs/default/log.rank0.txt {reason}: let no" in capsys.readouterr().out
+    assert f"note      runs/default/checkpoints/.lock {reason}: let no" in capsys.readouterr().out
     assert predict.main(["scores.tsv", "runs/default"]) == 0
     assert f".partial {reason}" in capsys.readouterr().out
 

@@ -58,9 +58,9 @@ def train_with_wrong_input(train, tmp_path, message, *arguments, **options):
 
 
 def test_two_runs_in_one_folder_are_refused(train, tmp_path):
-    folder = tmp_path / "runs/default"
+    folder = tmp_path / "runs/default/checkpoints"
     folder.mkdir(parents=True)
-    with (folder / "log.rank0.txt").open("a") as lock:
+    with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         result = train(0)
     assert result.returncode == 2
