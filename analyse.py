@@ -9,8 +9,8 @@ rival in test.tsv and with the 95 % interval of the difference. A second table h
 more rivals, which predict the same rows without the model. It writes test.json and a plot,
 test.svg, into the run folder.
 
-Of several runs, it writes no file. It prints a line for each: the options in which they differ,
-best step and metrics. Then follow the metrics of each and of their mean prediction, and the 95 %
+Of several runs, it writes no file. It prints a line for each: options and code in which they
+differ, best step and metrics. Then follow the metrics of each and of their mean prediction, and the 95 %
 interval of the difference of the best two.
 
 With `--json` it prints a JSON object and nothing else, of one run the content of test.json; null is
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 # As in train.py.
-sys.path.append(os.path.dirname(os.path.realpath(__file__)))
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 
@@ -179,7 +179,7 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
 
     Nothing is printed or written. A metric that is not defined is nan. The keys are
 
-    - `options`: of each run by its folder, the options in which they differ;
+    - `options`: of each run by its folder, the options and hashes of code in which they differ;
     - `results`: of each, the best step, and metrics of validation and test;
     - `figures`: the metrics of each, by folder; `mean`: the mean of these; `ensemble`: the metrics
       of the mean prediction;
@@ -289,7 +289,10 @@ def tables_of(config: data.DataConfig, folder: Path) -> Tables:
 
 # ---- Runs side by side ---------------------------------------------------------------------------
 def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
-    """Returns, by folder, the options of each run that differ between runs, but for names."""
+    """Returns, by folder, the options of each run that differ between runs, but for names.
+
+    With them are hashes of the files of code that differ.
+    """
     options = {folder: read_options(folder / "config.yaml") for folder in folders}
     keys = {}  # in order
     for of_run in options.values():
@@ -302,7 +305,21 @@ def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
     differing_of_run = {}
     for folder, of_run in options.items():
         differing_of_run[str(folder)] = {key: of_run.get(key) for key in differing}
+    codes = {str(folder): code_of(folder) for folder in folders}
+    for file in sorted(set().union(*codes.values())):
+        hashes = {code[file] for code in codes.values() if file in code}
+        if len(hashes) > 1:
+            for name, code in codes.items():
+                differing_of_run[name][file] = code.get(file)
     return differing_of_run
+
+
+def code_of(folder: Path) -> dict[str, str]:
+    """Returns the hashes of the code of a run's steps, {} if its best.pt is gone or damaged."""
+    try:
+        return read_checkpoint(folder / "checkpoints/best.pt").get("code", {})
+    except UserError:
+        return {}
 
 
 def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 # As in train.py.
-sys.path.append(os.path.dirname(os.path.realpath(__file__)))
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 

@@ -29,13 +29,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 # As in train.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-sys.path.append(os.path.dirname(os.path.realpath(__file__)))
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 
@@ -81,6 +81,7 @@ class Settings:
     parts: bool = False
     explain: int = 0  # the most nodes and pairs that are named for each prediction
     rows: tuple[int, int] = (0, sys.maxsize)  # the first row, and the one after the last
+    code: dict[str, str] = field(default_factory=dict)  # hashes of the files that predict
 
     @property
     def ddp(self) -> DDPConfig:
@@ -103,7 +104,7 @@ class Settings:
     def key(self) -> str:
         """Returns a hash of all that a file of this name follows from; raises `DataError`."""
         runs = [file_digest(run.file) for run in self.runs]
-        content = repr((self.digest_of_table(), self.parts, self.explain, runs))
+        content = repr((self.digest_of_table(), self.parts, self.explain, runs, self.code))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def hashes(self) -> dict[str, str]:
@@ -189,8 +190,10 @@ def predict(settings: Settings, ddp: Distributed) -> None:
         if not settings.explain:
             check_names(ensemble.columns(settings.parts))
     changes = optional("run_changes")
-    code = {} if changes is None else changes.code_digests()
-    ddp.check_equal(code)  # with the modules that the models need
+    if changes is not None:
+        checkpoints = [run.checkpoint for run in settings.runs]
+        settings.code = changes.code_of_predictions(checkpoints)
+    ddp.check_equal(settings.code)  # with the modules that the models need
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:

@@ -329,8 +329,8 @@ class GrowingTable:
             with contextlib.suppress(FileNotFoundError), self._lock(other, "r+b") as file:
                 if other != self.partial and os.fstat(file.fileno()).st_size:
                     raise UserError(
-                        f"{other} was begun with another table, other runs or options: repeat that "
-                        "command, or remove the file"
+                        f"{other} was begun with another table, other runs, options or code: "
+                        "repeat that command, or remove the file"
                     )
 
     def _lock_partial(self) -> BinaryIO:

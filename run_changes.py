@@ -7,7 +7,7 @@ it with theirs, and ranks compare theirs with each other.
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,17 @@ def code_of_steps() -> dict[str, str]:
     return code_digests("train", "mask_copies", "model_graphs")
 
 
+def code_of_predictions(checkpoints: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the `code_digests` of a prediction, with the code of steps and that which predicts.
+
+    They do not hang on what else the process has loaded, such as train.py.
+    """
+    files = [path.name for path in FOLDER.glob("predict*.py")]
+    for checkpoint in checkpoints:
+        files += checkpoint.get("code", {})
+    return code_digests(*(file.removesuffix(".py").replace("/", ".") for file in files))
+
+
 def code_digests(*scripts: str) -> dict[str, str]:
     """Returns a hash of each file of ours that this process runs and that decides numbers.
 
@@ -68,7 +79,7 @@ def code_digests(*scripts: str) -> dict[str, str]:
         place = name.replace(".", "/")
         for file in (f"{place}.py", f"{place}/__init__.py"):
             path = FOLDER / file
-            if path.is_file() and not file.startswith(NO_NUMBERS):
+            if path.is_file() and (name in scripts or not file.startswith(NO_NUMBERS)):
                 digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return digests
 

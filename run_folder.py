@@ -438,7 +438,9 @@ def read_status(folder: Path) -> dict[str, Any]:
 def environment(command: list[str], ranks: str) -> str:
     """Returns the command, the git commit, the packages' versions and the table of ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))
-    commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
+    others = "unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE"  # set where a hook of git trains
+    describe_here = f"git -C {folder} describe --always --dirty --abbrev=40"
+    commit = subprocess.getoutput(f"{others}; {describe_here}")
     packages = ("torch", "torch-geometric", "pyyaml", "tqdm")
     lines = [
         f"command: {shlex.join([sys.executable, *command])}",

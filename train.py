@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 # OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-# Python leaves out this folder where PYTHONSAFEPATH is set.
-sys.path.append(os.path.dirname(os.path.realpath(__file__)))
+# The first folder, also where PYTHONSAFEPATH is set: others may have modules of these names.
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 import torch
 from torch import Tensor, nn
