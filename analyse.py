@@ -10,8 +10,8 @@ more rivals, which predict the same rows without the model. It writes test.json 
 test.svg, into the run folder.
 
 Of several runs, it writes no file. It prints a line for each: options and code in which they
-differ, best step and metrics. Then follow the metrics of each and of their mean prediction, and the 95 %
-interval of the difference of the best two.
+differ, best step and metrics. Then follow the metrics of each and of their mean prediction, and the
+95 % interval of the difference of the best two.
 
 With `--json` it prints a JSON object and nothing else, of one run the content of test.json; null is
 a number that is not defined. From Python, use `analyse_run` and `compare`.

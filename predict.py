@@ -81,7 +81,7 @@ class Settings:
     parts: bool = False
     explain: int = 0  # the most nodes and pairs that are named for each prediction
     rows: tuple[int, int] = (0, sys.maxsize)  # the first row, and the one after the last
-    code: dict[str, str] = field(default_factory=dict)  # hashes of the files that predict
+    code: dict[str, str] = field(default_factory=dict)  # `code_of_predictions`
 
     @property
     def ddp(self) -> DDPConfig:
@@ -191,9 +191,8 @@ def predict(settings: Settings, ddp: Distributed) -> None:
             check_names(ensemble.columns(settings.parts))
     changes = optional("run_changes")
     if changes is not None:
-        checkpoints = [run.checkpoint for run in settings.runs]
-        settings.code = changes.code_of_predictions(checkpoints)
-    ddp.check_equal(settings.code)  # with the modules that the models need
+        ddp.check_equal(changes.code_digests())  # with the modules that the models need
+        settings.code = changes.code_of_predictions(run.checkpoint for run in settings.runs)
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:

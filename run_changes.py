@@ -57,14 +57,12 @@ def code_of_steps() -> dict[str, str]:
 
 
 def code_of_predictions(checkpoints: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the `code_digests` of a prediction, with the code of steps and that which predicts.
+    """Returns a hash of each file that made the steps of a checkpoint, or that predicts.
 
-    They do not hang on what else the process has loaded, such as train.py.
+    It does not matter what this process has loaded: a notebook loads more.
     """
-    files = [path.name for path in FOLDER.glob("predict*.py")]
-    for checkpoint in checkpoints:
-        files += checkpoint.get("code", {})
-    return code_digests(*(file.removesuffix(".py").replace("/", ".") for file in files))
+    files = {path.name for path in FOLDER.glob("predict*.py")}
+    return hashes_of(files.union(*(checkpoint.get("code", {}) for checkpoint in checkpoints)))
 
 
 def code_digests(*scripts: str) -> dict[str, str]:
@@ -74,13 +72,18 @@ def code_digests(*scripts: str) -> dict[str, str]:
     """
     ours = {path.stem for path in FOLDER.iterdir()}  # few, while thousands of modules are loaded
     names = {name for name in {*sys.modules, *scripts} if name.partition(".")[0] in ours}
+    places = [name.replace(".", "/") for name in names]
+    files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
+    return hashes_of(file for file in files if not file.startswith(NO_NUMBERS))
+
+
+def hashes_of(files: Iterable[str]) -> dict[str, str]:
+    """Returns a hash of each file of ours that is there."""
     digests = {}
-    for name in sorted(names):
-        place = name.replace(".", "/")
-        for file in (f"{place}.py", f"{place}/__init__.py"):
-            path = FOLDER / file
-            if path.is_file() and (name in scripts or not file.startswith(NO_NUMBERS)):
-                digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    for file in sorted(files):
+        path = FOLDER / file
+        if path.is_file():
+            digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     return digests
 
 

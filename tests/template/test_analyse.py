@@ -20,6 +20,7 @@ from config import load_config
 from data import load
 from errors import UserError
 from metrics import pearson
+from run_checkpoint import NEEDED
 from tests.template.fixtures import write_table
 from tests.template.results import HEADER, make_rows, normal
 from tests.tools.runs import read_metrics
@@ -215,6 +216,28 @@ def test_options_that_only_a_later_run_names_are_shown(tmp_path):
         file.write("optim: {lr: 0.5}\n")
     options = analyse.compare([tmp_path / "a", folder])["options"]
     assert options == {str(tmp_path / "a"): {"optim.lr": None}, str(folder): {"optim.lr": 0.5}}
+
+
+def test_files_of_code_that_differ_are_shown_beside_the_options(tmp_path, analyse_here, capsys):
+    """Not those that only one run has, which its options ask for."""
+    codes = {
+        "a": {"losses.py": "111", "model.py": "5", "model_reach.py": "7"},
+        "b": {"losses.py": "222", "model.py": "5"},
+        "c": None,  # its best.pt is gone
+    }
+    for name, code in codes.items():
+        folder = write_run(tmp_path / name)
+        if code is not None:
+            (folder / "checkpoints").mkdir()
+            torch.save(dict.fromkeys(NEEDED) | {"code": code}, folder / "checkpoints/best.pt")
+    folders = [tmp_path / name for name in codes]
+    options = analyse.compare(folders)["options"]
+    shown = [{"losses.py": "111"}, {"losses.py": "222"}, {"losses.py": None}]
+    assert list(options.values()) == shown
+    assert analyse_here("a", "b", "c") == 0
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
+    assert header[0] == "losses.py"
+    assert [row[1] for row in rows] == ["111", "222", "None"]
 
 
 def test_compare_needs_a_list_of_runs(tmp_path):

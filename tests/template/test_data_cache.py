@@ -22,6 +22,7 @@ from data import DataConfig, load
 from data_cache import cached, source_digest
 from tests.template.fixtures import ROOT, write_table
 from tests.template.tables import SCORES, write_tables
+from tests.tools.runs import zero_a_block
 
 CONTENT = {"numbers": torch.arange(5)}
 
@@ -67,12 +68,15 @@ def test_a_type_that_cannot_be_read_again_is_named_and_not_written(tmp_path, cap
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", "cut", "zeros"])
 def test_a_damaged_cache_is_rebuilt(tmp_path, damage, caplog):
     options = write_tables(tmp_path)
     first = load(options)
     (path,) = caches(tmp_path / "cache")
-    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    if damage == "zeros":
+        zero_a_block(path)
+    else:
+        path.write_bytes(path.read_bytes()[:-100] if damage == "cut" else damage)
     assert load(options).fingerprint() == first.fingerprint()
     assert "damaged" in caplog.text
     caplog.clear()

@@ -18,7 +18,7 @@ from predict_tables import Chunk
 from predictor import check_same, read_run
 from task import make_dataset
 from tests.template.fixtures import ASK, write_table
-from tests.tools.runs import BEST, newest_checkpoint, read_table
+from tests.tools.runs import BEST, newest_checkpoint, read_table, zero_a_block
 
 
 # ---- One run -------------------------------------------------------------------------------------
@@ -135,8 +135,12 @@ def test_a_run_can_be_moved_and_needs_neither_tables_nor_cache(
     singles = [f"Y{k:02d}" for k in range(30)]
     one = Predictor(lone).predict(singles).mean
     np.testing.assert_array_equal(one, Predictor(tmp_path / moved[0]).predict(singles).mean)
-    (tmp_path / "graph.pt").write_text("damaged")
-    with pytest.raises(UserError, match=r"graph.pt is not readable \("):
+    zero_a_block(lone)
+    with pytest.raises(UserError, match=r"lone.pt is not a readable checkpoint \(BadZipFile"):
+        Predictor(lone)
+    shutil.copy(tmp_path / moved[0] / "checkpoints/best.pt", lone)
+    zero_a_block(tmp_path / "graph.pt")
+    with pytest.raises(UserError, match=r"graph.pt is not readable \(BadZipFile"):
         Predictor(lone)
 
 
@@ -236,7 +240,10 @@ def test_a_key_is_another_where_predictions_are(members, tmp_path, monkeypatch):
     keys = {key, *(read_settings(other).key() for other in others)}
     write_table(tmp_path / "ask.tsv", ASK[:-1])
     keys.add(read_settings(command).key())
-    assert len(keys) == 7
+    settings = read_settings(command)
+    settings.code = {"losses.py": "another"}
+    keys.add(settings.key())
+    assert len(keys) == 8
 
 
 def test_the_folder_of_a_run_may_be_called_as_an_option(trained, tmp_path, monkeypatch):

@@ -5,20 +5,27 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from config import Config
+from ddp_setup import DDPConfig, Distributed
 from errors import RunError
 from run_checkpoint import (
+    Origin,
     TrainState,
+    are_equal,
     explain_write_errors,
     link_atomically,
+    load_file,
     save_atomically,
     write_atomically,
 )
-from tests.tools.runs import read_metrics
+from run_folder import RunConfig, RunFolder
+from tests.tools.runs import read_metrics, zero_a_block
 
 
 # ---- What a checkpoint holds ---------------------------------------------------------------------
@@ -66,11 +73,13 @@ def test_a_finished_run_has_a_best_checkpoint_whatever_it_went_on_from(
     resume = "run.resume=runs/early/checkpoints/step_00000015.pt"
     train(0, *SECOND_IS_BEST, resume, "run.name=again").check()
     again = tmp_path / "runs/again/checkpoints/best.pt"
-    for damage in ("", "lost", "damaged"):
+    for damage in ("", "lost", "damaged", "with zeros"):
         if damage == "lost":
             again.unlink()
         if damage == "damaged":
             again.write_bytes(again.read_bytes()[:-500])
+        if damage == "with zeros":
+            zero_a_block(again)
         train(0, *SECOND_IS_BEST, "run.name=again").check()
         found = torch.load(again, weights_only=True)
         assert (found["step"], found["epoch"]) == (best["step"], best["epoch"])
@@ -106,6 +115,57 @@ def test_a_restored_state_has_the_best_model():
     assert restored.best_model.keys() == state.best_model.keys()
     for name, value in state.best_model.items():
         assert torch.equal(restored.best_model[name], value)
+
+
+@dataclass
+class OwnState(TrainState):
+    """A state with fields of one's own: one with a `state_dict`, one without."""
+
+    averaged: torch.nn.Module | None = None
+    num_seen: int = 7
+
+
+def test_fields_of_ones_own_are_saved_and_restored_and_at_their_defaults_in_earlier_files():
+    def state_of(averaged: torch.nn.Module) -> OwnState:
+        return OwnState(**vars(small_state()), averaged=averaged)
+
+    state = state_of(torch.nn.Linear(3, 2))
+    state.num_seen = 99
+    meant = {"config": {"optim": {"precision": "fp32"}}, "file": "best.pt"}
+    restored = state_of(torch.nn.Linear(3, 2))
+    restored.load_state_dict(state.state_dict() | meant, "fp32")
+    assert torch.equal(restored.averaged.weight, state.averaged.weight)
+    assert restored.num_seen == 99
+    averaged = torch.nn.Linear(3, 2)
+    weight = averaged.weight.clone()
+    later = state_of(averaged)
+    later.load_state_dict(small_state().state_dict() | meant, "fp32")
+    assert torch.equal(later.averaged.weight, weight)
+    assert later.num_seen == 7
+
+
+def test_the_best_checkpoint_holds_what_was_validated(tmp_path):
+    """Other weights than the model's, such as their average; also where best.pt was lost."""
+    state = small_state()
+    state.best = {"step": 0}
+    state.best_model = {name: value + 1 for name, value in state.model.state_dict().items()}
+    ddp = Distributed(DDPConfig())
+    config = replace(Config(), run=RunConfig(dir=str(tmp_path)))
+    folder = RunFolder.open(config, ddp, Origin(config=asdict(config), data="a hash"))
+    folder.resume(small_state(), steps_per_epoch=5)
+    folder.save(state, is_best=True)
+    best_path = folder.checkpoints / "best.pt"
+    for is_lost in (False, True):
+        if is_lost:
+            best_path.unlink()
+            folder.resume(small_state(), steps_per_epoch=5)
+        best = load_file(best_path)
+        of_step = load_file(folder.checkpoints / "step_00000000.pt")
+        assert best["best_model"] is None
+        assert are_equal(best["model"], state.best_model)
+        assert are_equal(of_step["model"], state.model.state_dict())
+        assert are_equal(of_step["best_model"], state.best_model)
+    ddp.close()
 
 
 def small_state() -> TrainState:

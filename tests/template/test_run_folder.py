@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -17,9 +18,9 @@ from errors import UserError
 from metrics import METRICS, first_metric
 from optim import OptimConfig, schedule
 from run_checkpoint import TrainState
-from run_folder import RunFolder
+from run_folder import RunFolder, environment
 from run_plots import curves_svg
-from tests.tools.runs import difference, read_metrics
+from tests.tools.runs import difference, read_metrics, zero_a_block
 
 FIRST = first_metric()
 
@@ -63,6 +64,19 @@ def test_a_run_writes_all_files_of_its_folder(finished):
     assert output.count("epoch 1/3") == 1  # only rank 0 prints
     plan = "batch     32 samples over 2 ranks and 2 micro-batches, 5 steps per epoch"
     assert plan in output
+
+
+def test_the_commit_of_the_environment_is_that_of_the_code(tmp_path, monkeypatch):
+    """Also where a hook of another repository has set GIT_DIR."""
+    expected = environment(["train.py"], "")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], cwd=tmp_path, check=True)
+    commit = [*git, "commit", "--quiet", "--allow-empty", "--message=a"]
+    subprocess.run(commit, cwd=tmp_path, check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / ".git/index"))
+    assert environment(["train.py"], "") == expected
 
 
 def test_the_metrics_of_a_run_have_a_row_for_each_step_and_each_validation(train, tmp_path):
@@ -203,7 +217,7 @@ def test_a_wrong_option_leaves_the_status_of_a_finished_run(trained, train, tmp_
 def test_damaged_checkpoints_are_skipped_and_named(train, tmp_path):
     train(0, "run.name=run", "checkpoint.every_steps=2", "checkpoint.keep_last=9").check()
     folder = tmp_path / "runs/run/checkpoints"
-    (folder / "step_00000005.pt").write_bytes(b"")
+    zero_a_block(folder / "step_00000005.pt")
     (folder / "step_00000004.pt").write_bytes((folder / "step_00000004.pt").read_bytes()[:1000])
     result = train(0, "run.name=run").check()
     assert "resumed at step 2" in result.stdout

@@ -35,6 +35,7 @@ from tests.tools.runs import (
     newest_checkpoint,
     relative_difference,
     series,
+    zero_a_block,
 )
 
 # A run has two epochs of four steps, and a checkpoint every three and at epoch ends.
@@ -140,6 +141,12 @@ FAULTS = [
         "an empty checkpoint",
         "SIGKILL",
         repair=lambda folder: os.truncate(newest_checkpoint(folder), 0),
+        **DAMAGED,
+    ),
+    Fault(
+        "a checkpoint with zeros in its middle",
+        "SIGKILL",
+        repair=lambda folder: zero_a_block(newest_checkpoint(folder)),
         **DAMAGED,
     ),
     Fault(

@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.tools.faults import BALLAST, EXACT, lost
 from tests.tools.machines import ADDRESSES, connect, two_machines
 from tests.tools.parity import BATCH_SIZE, TOLERANCE
-from tests.tools.runs import launch, newest_checkpoint
+from tests.tools.runs import launch, newest_checkpoint, zero_a_block
 
 EPOCHS = 6
 STEPS_PER_EPOCH = 4
@@ -80,11 +80,12 @@ ONLY_PHASE = {
 DAMAGES = {  # to the newest checkpoint, after some of the faults
     "a truncated checkpoint": lambda path: os.truncate(path, TRUNCATED),
     "an empty checkpoint": lambda path: os.truncate(path, 0),
+    "a checkpoint with zeros in its middle": zero_a_block,
     "a deleted checkpoint": lambda path: path.unlink(),
     "all checkpoints deleted": lambda path: shutil.rmtree(path.parent),
 }
 # Those after which the newest checkpoint cannot be read.
-TAKE_ONE = ("a truncated checkpoint", "an empty checkpoint", "a deleted checkpoint")
+TAKE_ONE = tuple(DAMAGES)[:4]
 
 
 class LostError(Exception):

@@ -348,13 +348,17 @@ def test_git_ignores_what_the_commands_write(git):
 def test_commands_start_without_docstrings_and_without_their_folder_in_the_path(run, tmp_path):
     """`PYTHONSAFEPATH` and `-OO`, which sites set; here the packages keep their docstrings."""
     copy = copy_template(tmp_path / "copy")
+    site = tmp_path / "site"
+    for module in ("config", "errors", "parts"):  # packages of others that have the same names
+        (site / module).mkdir(parents=True)
+        (site / module / "__init__.py").write_text("raise ImportError('of others')")
     compileall.compile_dir(copy, maxlevels=0, quiet=1, legacy=True, optimize=2)
     for source in copy.glob("*.py"):
         source.unlink()  # or it would be imported
 
     def start(script: str, *options: str) -> str:
         command = [sys.executable, str(copy / f"{script}.pyc"), *options]
-        return run(command, PYTHONPATH="", PYTHONSAFEPATH="1").check().stdout
+        return run(command, PYTHONPATH=str(site), PYTHONSAFEPATH="1").check().stdout
 
     for script in ("train", "predict", "analyse"):
         assert "usage: " in start(script, "--help")
