@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from run_checkpoint import are_equal
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
 from tests.template.slow.recipes import (
@@ -338,3 +339,47 @@ def test_tensorboard(copy, tables, tmp_path):
     # A resumed run has no row of the first run's test, which TensorBoard shows at its step.
     assert expected <= written
     assert {tag.split("/")[0] for tag, *_ in written - expected} == {"test"}
+
+
+def test_ema(copy, tables, tmp_path):
+    """The average is what is validated, tested and predicts, also after what a kill leaves."""
+    options = ["optim.epochs=3", "optim.lr=0.05", "optim.ema=0.9", "model.dropout=0.1"]
+    saves = ["checkpoint.every_steps=4", "checkpoint.keep_last=99"]
+    adapt(copy, "ema", [*tables, *options, *saves])
+    whole, rows = train(copy, name="whole")
+    assert whole["average"]["n_averaged"] == whole["step"] == 15
+    folder = tmp_path / "runs"
+    shutil.copytree(folder / "whole", folder / "killed")
+    (folder / "killed/checkpoints/best.pt").unlink()
+    for path in (folder / "killed/checkpoints").glob("step_*.pt"):
+        if path.stem > "step_00000008":  # in the middle of the second epoch
+            path.unlink()
+    killed, _ = train(copy, name="killed")
+    assert "resumed at step 8" in (folder / "killed/log.rank0.txt").read_text()
+    for name in ("model", "average", "best_model"):
+        assert are_equal(whole[name], killed[name])
+    for name in ("whole", "killed"):
+        checkpoints = folder / name / "checkpoints"
+        best = torch.load(checkpoints / "best.pt", weights_only=True)
+        of_step = torch.load(checkpoints / f"step_{best['step']:08d}.pt", weights_only=True)
+        average = of_step["average"]
+        assert average.pop("n_averaged") == best["step"] > 0
+        assert are_equal({f"module.{key}": value for key, value in best["model"].items()}, average)
+        assert not are_equal(best["model"], of_step["model"])
+        launch(copy, 1, "predict.py", f"runs/{name}/test.tsv", f"runs/{name}")
+        (predicted,) = read_numbers(tmp_path / "test.predictions.tsv").values()
+        header, *lines = (folder / name / "test.tsv").read_text().splitlines()
+        column = header.split("\t").index("score_prediction")
+        tested = torch.tensor([float(line.split("\t")[column]) for line in lines]).double()
+        torch.testing.assert_close(predicted, tested, rtol=1e-5, atol=1e-4)
+    texts = [(folder / name / "test.tsv").read_text() for name in ("whole", "killed")]
+    assert texts[0] == texts[1]
+
+    _, rows_after = train(copy, "run.init=runs/whole/checkpoints/best.pt", name="follow")
+    first, first_after = (
+        next(row for row in of_run if row["kind"] == "val") for of_run in (rows, rows_after)
+    )
+    assert first["step"] == first_after["step"] == 0
+    assert first["pearson"] != first_after["pearson"]  # which is of what run.init has given
+    assert_parity(copy)
+    assert_contract(copy)
