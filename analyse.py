@@ -146,6 +146,7 @@ def report_of_runs(folders: list[Path]) -> tuple[dict, list[str]]:
     titles = {key: key for cells in overview.values() for key in cells}
     lines = [*text_table(list(overview.items()), titles), ""]
     rows = next(iter(members.values()))
+    lines += [f"note      {note}" for note in analysis["notes"]]
     lines.append(f"{len(folders)} runs: {rows.counts()}")
     return analysis, lines + lines_of_runs(analysis, rows.rivals)
 
@@ -180,6 +181,7 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
     Nothing is printed or written. A metric that is not defined is nan. The keys are
 
     - `options`: of each run by its folder, the options and hashes of code in which they differ;
+    - `notes`: which runs are the same run as another, or of scores in other units;
     - `results`: of each, the best step, and metrics of validation and test;
     - `figures`: the metrics of each, by folder; `mean`: the mean of these; `ensemble`: the metrics
       of the mean prediction;
@@ -211,7 +213,7 @@ def metrics_of_runs(members: dict[str, Results]) -> dict[str, Any]:
     configs = [config_of(folder) for folder in folders]
     loss = configs[0].optim.loss
     ensemble = ensemble_of(members)
-    analysis = {"options": differing_options(folders), "results": {}}
+    analysis = {"options": differing_options(folders), "notes": notes_of(folders), "results": {}}
     for folder in folders:
         analysis["results"][str(folder)] = best_step(read_metrics(folder / "metrics.jsonl"))
     analysis |= metrics_together(members, ensemble, loss)
@@ -320,6 +322,18 @@ def code_of(folder: Path) -> dict[str, str]:
         return read_checkpoint(folder / "checkpoints/best.pt").get("code", {})
     except UserError:
         return {}
+
+
+def notes_of(folders: list[Path]) -> list[str]:
+    """Returns the `predictor.notes_on_members` of some runs, or why there are none."""
+    predictor = optional("predictor")
+    if predictor is None:
+        return []
+    try:
+        best = [read_checkpoint(folder / "checkpoints/best.pt") for folder in folders]
+    except UserError as error:
+        return [str(error)]
+    return predictor.notes_on_members(best)
 
 
 def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:

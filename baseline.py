@@ -20,7 +20,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
-from data import basis_of, mean_one_weight, training_mean_and_std
+from data import basis_of, kinds_of_levels, mean_one_weight, training_mean_and_std
 from data_tables import Tables, cached
 from losses import LOSSES
 from mask import SharedGraph, doses, num_samples, sum_by_sample
@@ -59,6 +59,16 @@ class Baseline:
             return []
         return ["the baseline is a sum of effects, as the table is large"]
 
+    def in_basis(self, basis: Tensor) -> "Baseline":
+        """Returns the same function of levels by the effects of a basis that tells more apart."""
+        if torch.equal(basis, self.basis):
+            return self
+        # The columns of a basis are orthogonal.
+        change = (basis.T @ self.basis) / basis.square().sum(dim=0).unsqueeze(1)  # [K, own K]
+        effect = (change @ self.effect.double()).float()
+        imputed = (change @ self.imputed.double()).float()
+        return replace(self, effect=effect, imputed=imputed, basis=basis)
+
 
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
     """Returns `fit_baseline` of these tables, cached by their fingerprint."""
@@ -79,23 +89,30 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
 
     It is a ridge regression or, for the loss `binary`, a logistic one. Its penalty is chosen for
     each target. So is whether it is a sum of responses or a combination, if `is_combined` and the
-    tables are not too large to try.
+    tables are not too large to try. Of a node, a target has the effects that its own rows tell
+    apart: targets with the same kinds of levels are fitted together.
     """
     size = max(len(tables.perturbed), FEWEST) * tables.y.size(1)
     is_combined = is_combined and size <= MOST_COMBINED
-    basis = basis_of(tables)
+    kind_number = kinds_of_levels(tables).unique(dim=0, return_inverse=True)[1]
+    blocks = []
+    for number in range(int(kind_number.max()) + 1):
+        of_kind = (kind_number == number).nonzero().flatten()
+        basis = basis_of(replace(tables, y=tables.y[:, of_kind]))
+        blocks += [(basis, targets) for targets in of_kind.split(TARGETS_AT_ONCE)]
     fits = []
-    blocks = tables.y.split(TARGETS_AT_ONCE, dim=1)
-    for y in progress_bar(blocks, f"fitting the baseline, {TARGETS_AT_ONCE} scores at once"):
-        fits.append(fit_targets(replace(tables, y=y), basis, loss, is_combined))
-    return join_targets(fits)
+    for basis, targets in progress_bar(blocks, f"fitting {TARGETS_AT_ONCE} baselines at once"):
+        fit = fit_targets(replace(tables, y=tables.y[:, targets]), basis, loss, is_combined)
+        fits.append(fit.in_basis(basis_of(tables)))
+    return join_targets(fits, torch.cat([targets for _, targets in blocks]))
 
 
-def join_targets(baselines: list[Baseline]) -> Baseline:
-    """Returns one baseline of all targets, given those of consecutive blocks of targets."""
+def join_targets(baselines: list[Baseline], targets: Tensor) -> Baseline:
+    """Returns one baseline of all targets, given those of blocks of them, and their numbers [T]."""
     joined = dict(vars(baselines[0]))
     for name in joined.keys() - {"basis", "is_combined"}:
-        joined[name] = torch.cat([getattr(of_block, name) for of_block in baselines], dim=-1)
+        of_blocks = torch.cat([getattr(of_block, name) for of_block in baselines], dim=-1)
+        joined[name] = of_blocks[..., targets.argsort()]
     return Baseline(**joined)
 
 

@@ -307,6 +307,21 @@ def basis_of(tables: Tables) -> Tensor:
     return basis / mean_square.sqrt().nan_to_num(1.0)
 
 
+def kinds_of_levels(tables: Tables) -> Tensor:
+    """Returns which levels the training rows of each target have, bool [T, 3].
+
+    The kinds are deletions, levels between 0 and 1, and levels above: they decide `basis_of`.
+    """
+    is_trained = ~tables.y.isnan() & tables.is_in("train").unsqueeze(1)
+    level = tables.level
+    kinds = []
+    for is_of_kind in (level == 0, (level > 0) & (level < 1), level > 1):
+        has_kind = torch.zeros(len(tables.y), dtype=torch.bool)
+        has_kind[tables.sample()[is_of_kind]] = True
+        kinds.append(is_trained[has_kind].any(dim=0))
+    return torch.stack(kinds, dim=1)
+
+
 def mean_one_weight(tables: Tables) -> Tensor:
     """Returns weights of mean 1 over each target's training rows, 0 for missing y, [n, T]."""
     weight = tables.score_weight(slice(None))

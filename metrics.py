@@ -149,11 +149,26 @@ def first_metric() -> str:
     return next(iter(METRICS))
 
 
+def is_error(metric: Callable[..., Tensor]) -> bool:
+    """Returns whether a metric is smaller where predictions are better."""
+    y = torch.tensor([[0.0], [1.0]] * 8, dtype=torch.float64)
+    near = 0.1 + 0.8 * y
+    return bool(metric(y, near, 1.0) < metric(y, 1 - near, 1.0))
+
+
 def quality(metrics: dict[str, Any]) -> tuple[float, float]:
-    """Returns a sort key, larger is better: the first metric (0 for nan), then minus the loss."""
-    value = metrics.get(first_metric(), -math.inf)  # as in a checkpoint from before an edit
+    """Returns a sort key, larger is better: the first metric (0 if undefined), then minus the loss.
+
+    A loss that is nan is the worst. A first metric that is an error counts negative.
+    """
+    name = first_metric()
+    value = metrics.get(name, math.nan)
     if math.isnan(value):
         value = 0.0
+    if is_error(METRICS[name]):
+        value = -value
+    if name not in metrics:  # as in a checkpoint from before an edit
+        value = -math.inf
     loss = metrics["loss"]
     if math.isnan(loss):
         loss = math.inf

@@ -28,7 +28,7 @@ from losses import LOSSES
 from mask import SharedGraph
 from parts import optional
 from predict_tables import MOST, Chunk, chunk_of, read_graph, tables_of_graph, unknown_nodes
-from run_checkpoint import load_model, read_checkpoint
+from run_checkpoint import are_equal, load_model, read_checkpoint
 from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
@@ -37,6 +37,10 @@ log = logging.getLogger("predictor")
 # without the graph, the local readout, the features of pairs, and the knock-out pass.
 TERMS = ("without_graph", "local", "pairs", "knockout")
 SETS_AT_ONCE = 100_000
+# Between scores of one unit, in standard deviations, and as a factor of these.
+MOST_SHIFT = 0.5
+MOST_SCALE = 1.4
+LEAST_OTHERS = 0.2  # of the scores; of thousands, those of a few split differently are others
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -121,6 +125,40 @@ def check_same(first: Run, run: Run) -> None:
         )
 
 
+def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a note on runs that are the same as another, and one on runs of other units."""
+    first = checkpoints[0]
+    repeated = []
+    of_other_units = []
+    for number, run in enumerate(checkpoints):
+        if any(is_same_run(run, other) for other in checkpoints[:number]):
+            repeated.append(run["file"])
+        if run.get("mean") is not None:  # a task of one's own may have none
+            shift = (run["mean"] - first["mean"]).abs() / first["std"].minimum(run["std"])
+            scale = (run["std"] / first["std"]).log().abs()
+            is_other = (shift > MOST_SHIFT) | (scale > math.log(MOST_SCALE))
+            if is_other.double().mean() >= LEAST_OTHERS:
+                of_other_units.append(run["file"])
+    notes = []
+    if repeated:
+        notes.append(
+            f"{', '.join(repeated)}: the same run as another of these, which tells nothing more: "
+            "train each run with a run.seed of its own"
+        )
+    if of_other_units:
+        notes.append(
+            f"{', '.join(of_other_units)}: the scores in training have another mean or deviation "
+            f"than those of {first['file']}: take runs of scores in one unit together"
+        )
+    return notes
+
+
+def is_same_run(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two checkpoints have equal parameters, or are of one run at two steps."""
+    is_of_one = run["data"] == other["data"] and run["config"] == other["config"]
+    return is_of_one or are_equal(run["model"], other["model"])
+
+
 def task_of_run(
     config: Config, checkpoint: dict[str, Any], tables: Tables, graph: SharedGraph
 ) -> KnockoutTask:
@@ -192,6 +230,8 @@ class Ensemble:
             self.tasks.append(task)
             self.models.append(model.to(ddp.device, dtype).eval())
             note_other_code(run)
+        for note in notes_on_members([run.checkpoint for run in runs]):
+            log.warning(f"note      {note}")
         self.is_planned = False
         self.lock = RLock()  # planners and masks have memory of their own
 

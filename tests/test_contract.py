@@ -14,6 +14,7 @@ from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
+import metrics
 from data import KnockoutDataset, load
 from data_loader import StepSampler, make_loader
 from data_tables import Tables
@@ -126,6 +127,18 @@ def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(task):
             for batch in make_loader(task.dataset, sampler, workers=0, device=torch.device("cpu")):
                 seen += batch.index[batch.index >= 0].tolist()
         assert sorted(seen) == rows.tolist()
+
+
+def test_a_metric_is_larger_where_predictions_are_better(task):
+    """Of each target, the truth is better than the same scores of shuffled rows."""
+    y = task.tables.y[~task.tables.y.isnan().any(dim=1)]
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    for name, metric in metrics.METRICS.items():
+        difference = metric(y, y, 1.0) - metric(y, y[order], 1.0)
+        assert not (difference < 0).any(), (
+            f"{name} of metrics.METRICS falls where predictions get better: return it negative, "
+            "as in analyse.py and curves.svg, the largest is the best"
+        )
 
 
 def test_outputs_are_finite_and_as_many_as_the_loss_takes(task, model, graph, batch_of, sets):

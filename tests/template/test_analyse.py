@@ -20,6 +20,7 @@ from config import load_config
 from data import load
 from errors import UserError
 from metrics import pearson
+from parts import is_here
 from run_checkpoint import NEEDED
 from tests.template.fixtures import write_table
 from tests.template.results import HEADER, make_rows, normal
@@ -207,6 +208,20 @@ def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
     low, high = best_two["gain"]
     expected = f"Pearson {best - second:.4f}, 95 % {low:.4f} to {high:.4f}"
     assert line == f"best two, {by_pearson[0]} less {by_pearson[1]}: {expected}"
+
+
+@pytest.mark.skipif(not is_here("predictor"), reason="without the part predict")
+def test_runs_that_are_one_run_are_noted(train, tmp_path, analyse_here, capsys):
+    for name in ("a", "b"):
+        train(0, f"run.name={name}").check()
+    folders = ["runs/a", "runs/b"]
+    (note,) = analyse.compare(folders)["notes"]
+    assert note.startswith("runs/b/checkpoints/best.pt: the same run as another of these")
+    assert analyse_here(*folders) == 0
+    assert f"note      {note}\n" in capsys.readouterr().out
+    (tmp_path / "runs/b/checkpoints/best.pt").unlink()
+    (note,) = analyse.compare(folders)["notes"]
+    assert note.startswith("runs/b/checkpoints/best.pt is not a readable checkpoint")
 
 
 def test_options_that_only_a_later_run_names_are_shown(tmp_path):

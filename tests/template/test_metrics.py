@@ -14,6 +14,7 @@ from metrics import (
     METRICS,
     as_ranked,
     first_metric,
+    is_error,
     metrics_beside_rivals,
     metrics_text,
     mse,
@@ -44,7 +45,8 @@ def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
         assert row["worst"] == -row[FIRST]
         assert row["baseline_worst"] == -row[f"baseline_{FIRST}"]
     (test,) = read_metrics(tmp_path / "runs/default", "test")
-    assert test["best_step"] == max(rows, key=lambda row: row["worst"])["step"]
+    # As `worst` is smaller where predictions are better.
+    assert test["best_step"] == min(rows, key=lambda row: row["worst"])["step"]
     title = f"loss {test['loss']:.4f}"
     for name in ("worst", *METRICS):
         baseline = test[f"baseline_{name}"]
@@ -84,6 +86,19 @@ def test_models_with_an_undefined_metric_are_ranked_by_loss():
         {FIRST: 0.1, "loss": 4.0},
     ]
     assert sorted([results[i] for i in (6, 2, 0, 7, 3, 1, 5, 4)], key=quality) == results
+
+
+def test_metrics_that_are_errors_are_told_from_those_that_are_not():
+    def accuracy(y, prediction, weight):
+        return (y == prediction).double().mean(dim=0)
+
+    def undefined(y, prediction, weight):
+        return y.new_full((y.size(1),), math.nan)
+
+    assert is_error(mse)
+    assert is_error(lambda *arguments: mse(*arguments).sqrt())
+    for metric in (*METRICS.values(), r2, spearman, accuracy, undefined):
+        assert not is_error(metric)
 
 
 # ---- Figures of scores and predictions -----------------------------------------------------------

@@ -15,7 +15,7 @@ from data_tables import Tables
 from errors import UserError
 from predict import Predictor, read_settings
 from predict_tables import Chunk
-from predictor import check_same, read_run
+from predictor import check_same, notes_on_members, read_run
 from task import make_dataset
 from tests.template.fixtures import ASK, write_table
 from tests.tools.runs import BEST, newest_checkpoint, read_table, zero_a_block
@@ -522,3 +522,28 @@ def test_members_of_another_graph_other_scores_or_loss_are_named(members, tmp_pa
         checkpoint["graph"] = change.pop("graph_hash", checkpoint["graph"])
         with pytest.raises(UserError, match=f"{problem}$"):
             check_same(run, replace(run, checkpoint=checkpoint, **change))
+
+
+def test_members_that_are_one_run_or_of_other_units_are_noted(members, tmp_path, caplog):
+    """The same parameters, or the same run at another step; runs of a percentage beside a share."""
+    run = read_run(tmp_path / members[0])
+    other = read_run(tmp_path / members[1])
+    assert notes_on_members([run.checkpoint, other.checkpoint]) == []
+    copied = {**other.checkpoint, "model": run.checkpoint["model"], "file": "copied.pt"}
+    later = {**run.checkpoint, "model": other.checkpoint["model"], "file": "later.pt"}
+    for checkpoint in (copied, later):
+        (note,) = notes_on_members([run.checkpoint, other.checkpoint, checkpoint])
+        assert note.startswith(f"{checkpoint['file']}: the same run as another of these")
+    mean = other.checkpoint["mean"]
+    std = other.checkpoint["std"]
+    for factor, shift, is_noted in ((1, 0.2, False), (1.2, 0, False), (100, 0, True), (1, 2, True)):
+        changed = {"mean": factor * (mean + shift * std), "std": factor * std, "file": "units.pt"}
+        notes = notes_on_members([run.checkpoint, {**other.checkpoint, **changed}])
+        assert [note.startswith("units.pt: the scores in training have") for note in notes] == (
+            [True] * is_noted
+        )
+    without = [{**run.checkpoint, "mean": None}, {**other.checkpoint, "mean": None}]
+    assert notes_on_members(without) == []
+    shutil.copytree(tmp_path / members[0], tmp_path / "runs/again")
+    Predictor(tmp_path / members[0], tmp_path / "runs/again")
+    assert "again/checkpoints/best.pt: the same run as another" in caplog.text
