@@ -65,8 +65,7 @@ class Baseline:
             return self
         # The columns of a basis are orthogonal.
         change = (basis.T @ self.basis) / basis.square().sum(dim=0).unsqueeze(1)  # [K, own K]
-        effect = (change @ self.effect.double()).float()
-        imputed = (change @ self.imputed.double()).float()
+        effect, imputed = ((change @ x.double()).float() for x in (self.effect, self.imputed))
         return replace(self, effect=effect, imputed=imputed, basis=basis)
 
 

@@ -162,13 +162,11 @@ def quality(metrics: dict[str, Any]) -> tuple[float, float]:
     A loss that is nan is the worst. A first metric that is an error counts negative.
     """
     name = first_metric()
-    value = metrics.get(name, math.nan)
+    value = metrics.get(name, -math.inf)  # as in a checkpoint from before an edit
     if math.isnan(value):
         value = 0.0
-    if is_error(METRICS[name]):
+    if name in metrics and is_error(METRICS[name]):
         value = -value
-    if name not in metrics:  # as in a checkpoint from before an edit
-        value = -math.inf
     loss = metrics["loss"]
     if math.isnan(loss):
         loss = math.inf

@@ -37,9 +37,7 @@ log = logging.getLogger("predictor")
 # without the graph, the local readout, the features of pairs, and the knock-out pass.
 TERMS = ("without_graph", "local", "pairs", "knockout")
 SETS_AT_ONCE = 100_000
-# Between scores of one unit, in standard deviations, and as a factor of these.
-MOST_SHIFT = 0.5
-MOST_SCALE = 1.4
+MOST_OTHER = 0.4  # of the smaller deviation, by which mean and deviation differ in one unit
 LEAST_OTHERS = 0.2  # of the scores; of thousands, those of a few split differently are others
 
 
@@ -134,28 +132,20 @@ def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> list[str]:
         if any(is_same_run(run, other) for other in checkpoints[:number]):
             repeated.append(run["file"])
         if run.get("mean") is not None:  # a task of one's own may have none
-            shift = (run["mean"] - first["mean"]).abs() / first["std"].minimum(run["std"])
-            scale = (run["std"] / first["std"]).log().abs()
-            is_other = (shift > MOST_SHIFT) | (scale > math.log(MOST_SCALE))
+            of_mean = (run["mean"] - first["mean"]).abs()
+            of_std = (run["std"] - first["std"]).abs()
+            is_other = of_mean.maximum(of_std) > MOST_OTHER * run["std"].minimum(first["std"])
             if is_other.double().mean() >= LEAST_OTHERS:
                 of_other_units.append(run["file"])
-    notes = []
-    if repeated:
-        notes.append(
-            f"{', '.join(repeated)}: the same run as another of these, which tells nothing more: "
-            "train each run with a run.seed of its own"
-        )
-    if of_other_units:
-        notes.append(
-            f"{', '.join(of_other_units)}: the scores in training have another mean or deviation "
-            f"than those of {first['file']}: take runs of scores in one unit together"
-        )
-    return notes
+    same = "the same run as another of these: train each with a run.seed of its own"
+    other = f"scores of another mean or deviation than {first['file']} has: take one unit for all"
+    of_kinds = ((repeated, same), (of_other_units, other))
+    return [f"{', '.join(files)}: {problem}" for files, problem in of_kinds if files]
 
 
 def is_same_run(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Returns whether two checkpoints have equal parameters, or are of one run at two steps."""
-    is_of_one = run["data"] == other["data"] and run["config"] == other["config"]
+    is_of_one = (run["data"], run["config"]) == (other["data"], other["config"])
     return is_of_one or are_equal(run["model"], other["model"])
 
 

@@ -63,7 +63,8 @@ PARTS = [
     Part(
         "reach",
         ("model_reach.py",),
-        loss="a CPU computes the states of all nodes",
+        loss="a CPU computes the states of all nodes, with other last digits in fp32 than by `shared` "
+        "with the file",
     ),
     Part(
         "copies",

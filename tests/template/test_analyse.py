@@ -214,14 +214,15 @@ def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
 def test_runs_that_are_one_run_are_noted(train, tmp_path, analyse_here, capsys):
     for name in ("a", "b"):
         train(0, f"run.name={name}").check()
-    folders = ["runs/a", "runs/b"]
+    folders = [str(tmp_path / "runs/a"), str(tmp_path / "runs/b")]
+    best = tmp_path / "runs/b/checkpoints/best.pt"
     (note,) = analyse.compare(folders)["notes"]
-    assert note.startswith("runs/b/checkpoints/best.pt: the same run as another of these")
+    assert note.startswith(f"{best}: the same run as another of these")
     assert analyse_here(*folders) == 0
     assert f"note      {note}\n" in capsys.readouterr().out
-    (tmp_path / "runs/b/checkpoints/best.pt").unlink()
+    best.unlink()
     (note,) = analyse.compare(folders)["notes"]
-    assert note.startswith("runs/b/checkpoints/best.pt is not a readable checkpoint")
+    assert note.startswith(f"{best} is not a readable checkpoint")
 
 
 def test_options_that_only_a_later_run_names_are_shown(tmp_path):

@@ -539,7 +539,7 @@ def test_members_that_are_one_run_or_of_other_units_are_noted(members, tmp_path,
     for factor, shift, is_noted in ((1, 0.2, False), (1.2, 0, False), (100, 0, True), (1, 2, True)):
         changed = {"mean": factor * (mean + shift * std), "std": factor * std, "file": "units.pt"}
         notes = notes_on_members([run.checkpoint, {**other.checkpoint, **changed}])
-        assert [note.startswith("units.pt: the scores in training have") for note in notes] == (
+        assert [note.startswith("units.pt: scores of another mean or") for note in notes] == (
             [True] * is_noted
         )
     without = [{**run.checkpoint, "mean": None}, {**other.checkpoint, "mean": None}]
