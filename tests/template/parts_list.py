@@ -63,8 +63,8 @@ PARTS = [
     Part(
         "reach",
         ("model_reach.py",),
-        loss="a CPU computes the states of all nodes, also in the first layer, which `shared` plans "
-        "by it: last digits of fp32 differ",
+        loss="a CPU computes the states of all nodes, also in the first layer, which `shared` "
+        "plans by it: last digits of fp32 differ",
     ),
     Part(
         "copies",
