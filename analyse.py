@@ -2,6 +2,7 @@
 
     python analyse.py runs/s0                     # a run
     python analyse.py runs/s0 runs/s1 runs/s2     # one by one, and together
+    python analyse.py runs/fold*                  # a cross-validation
     python analyse.py runs/s0 --json              # for a program
 
 It prints a table with the metrics of all test rows and of groups of them, each beside that of the
@@ -9,14 +10,17 @@ rival in test.tsv and with the 95 % interval of the difference. A second table h
 more rivals, which predict the same rows without the model. It writes test.json and a plot,
 test.svg, into the run folder.
 
-Of several runs, it writes no file. It prints a line for each: options and code in which they
-differ, best step and metrics. Then follow the metrics of each and of their mean prediction, and the
-95 % interval of the difference of the best two.
+Of several runs, it writes no file. It prints a line for each, the best in validation first: options
+and code in which they differ, best step and metrics. Then follow the metrics of each and of their
+mean prediction, and the 95 % interval of the difference of the best two.
+
+Of runs with other test rows, which are folds, there follow the metrics of each fold, and those of
+all rows together as of one run. Runs of one fold count as their mean prediction.
 
 With `--json` it prints a JSON object and nothing else, of one run the content of test.json; null is
 a number that is not defined. From Python, use `analyse_run` and `compare`.
 
-Shapes: n rows of T targets.
+Shapes: n rows of T targets. Where `rivals` are names, they are those in test.tsv.
 """
 
 import json
@@ -25,6 +29,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +45,21 @@ from analyse_metrics import (
     difference_of_best,
     ensemble_of,
     metrics_by_group,
+    metrics_of_all,
+    metrics_of_each,
     metrics_of_rivals,
-    metrics_together,
     name_of_gain,
     with_pearson,
 )
-from analyse_results import Results, check_same_rows, read_results
-from config import Config, Parser, expand_path, load_config, read_options
+from analyse_results import (
+    Results,
+    best_step,
+    differing_options,
+    folds_of,
+    read_results,
+    together,
+)
+from config import Config, Parser, expand_path, load_config
 from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import set_threads
@@ -65,6 +78,7 @@ TITLES = {
     "spearman": "Spearman",
     "r2": "R2",
     "ceiling_r2": "R2 ceiling",
+    "r2_of_ceiling": "share of it",
     "mse": "MSE",
     "auroc": "AUROC",
     "average_precision": "avg. precision",
@@ -130,24 +144,25 @@ def report_of_run(folder: Path) -> tuple[dict, list[str]]:
         with explain_write_errors(file, UserError, "copy the run folder"):
             write_atomically(file, [text])
     lines = [f"{folder / 'test.tsv'}: {rows.counts()}"]
-    lines += lines_of_run(analysis, rows.rivals, has_noise=rows.sd is not None)
+    lines += lines_of_run(analysis, rows.rivals)
     lines.append(f"written: {', '.join(map(str, files))}")
     return analysis, lines
 
 
 def report_of_runs(folders: list[Path]) -> tuple[dict, list[str]]:
     """Returns the result of `compare`, and the lines to print; raises `UserError`."""
-    members = read_runs(folders)
-    analysis = metrics_of_runs(members)
+    analysis, rows = metrics_of_runs(read_runs(folders))
     overview = {}
-    for name, options in analysis["options"].items():
-        texts = {key: str(value) for key, value in options.items()}
-        overview[name] = texts | analysis["results"][name]
+    for name, results in analysis["results"].items():
+        texts = {key: str(value) for key, value in analysis["options"][name].items()}
+        overview[name] = texts | results
     titles = {key: key for cells in overview.values() for key in cells}
     lines = [*text_table(list(overview.items()), titles), ""]
-    rows = next(iter(members.values()))
     lines += [f"note      {note}" for note in analysis["notes"]]
-    lines.append(f"{len(folders)} runs: {rows.counts()}")
+    number = f"{len(folders)} runs"
+    if "folds" in analysis:
+        number += f" of {len(analysis['folds'])} folds, each named by its first run"
+    lines.append(f"{number}: {rows.counts()}")
     return analysis, lines + lines_of_runs(analysis, rows.rivals)
 
 
@@ -182,57 +197,98 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
 
     - `options`: of each run by its folder, the options and hashes of code in which they differ;
     - `notes`: which runs are the same run as another, or of scores in other units;
-    - `results`: of each, the best step, and metrics of validation and test;
-    - `figures`: the metrics of each, by folder; `mean`: the mean of these; `ensemble`: the metrics
-      of the mean prediction;
+    - `results`: of each, the best step, and metrics of validation and test, the best in validation
+      first;
+    - `figures`: the metrics of each, by folder; `mean` and `sd`: mean and standard deviation of
+      these; `ensemble`: the metrics of the mean prediction;
     - `best_two`: the two `runs` of the best first metric, its `difference`, and as `gain` the 95 %
       interval of that for other test rows, of which both runs get the same;
     - `rivals` or `no_rivals`: as in `analyse_run`, beside the ensemble.
 
+    Of folds, whose test rows differ, `folds` has the runs of each by the first of them. `figures`
+    are then of the folds, each the mean prediction of its runs, and `all_folds` is what
+    `analyse_run` returns, of all their rows together. `missing` has what no run has of `data.fold`.
+
     The runs are two folders or more. Raises `UserError` if one has not finished, is of another
-    version, has other test rows than the first one, or is named twice.
+    version, shares some test rows with another one, but not all, or is named twice.
     """
     folders = []
     if not isinstance(runs, str | Path):
         folders = [Path(run) for run in runs]
     if len(folders) < 2:
         raise UserError(f"compare takes a list of two runs or more, not {runs!r}: see analyse_run")
-    return metrics_of_runs(read_runs(folders))
+    analysis, _ = metrics_of_runs(read_runs(folders))
+    return analysis
 
 
 def metrics_of_run(folder: Path, rows: Results) -> dict[str, Any]:
     """Returns the result of `analyse_run`, given the rows of the run's test.tsv."""
     config = config_of(folder)
     analysis = metrics_by_group(rows, config.optim.loss)
-    return analysis | rivals_or_reason(rows, config, folder)
+    return analysis | rivals_or_reason(rows, {str(folder): config})
 
 
-def metrics_of_runs(members: dict[str, Results]) -> dict[str, Any]:
-    """Returns the result of `compare`, given the rows of each run's test.tsv, by folder."""
+def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Results]:
+    """Returns the result of `compare`, and all test rows, with the mean prediction of each fold.
+
+    `members` are the rows of each run's test.tsv, by folder.
+    """
     folders = [Path(name) for name in members]
-    configs = [config_of(folder) for folder in folders]
-    loss = configs[0].optim.loss
-    ensemble = ensemble_of(members)
-    analysis = {"options": differing_options(folders), "notes": notes_of(folders), "results": {}}
-    for folder in folders:
-        analysis["results"][str(folder)] = best_step(read_metrics(folder / "metrics.jsonl"))
-    analysis |= metrics_together(members, ensemble, loss)
-    analysis["best_two"] = difference_of_best(members, loss)
-    return analysis | rivals_or_reason(ensemble, configs[0], folders[0])
+    configs = {name: config_of(Path(name)) for name in members}
+    loss = configs[str(folders[0])].optim.loss
+    results = {name: best_step(read_metrics(Path(name) / "metrics.jsonl")) for name in members}
+    folds = folds_of(members)
+    of_folds = {}
+    for first, names in folds.items():
+        of_folds[first] = ensemble_of([members[name] for name in names])
+    rows = together(list(of_folds.values()))
+    rivals = rivals_or_reason(rows, {name: configs[name] for name in folds})
+    if len(folds) == 1:
+        best_first = sorted(results, key=lambda name: quality(results[name]), reverse=True)
+        results = {name: results[name] for name in best_first}
+        analysis = metrics_of_each(members, loss) | rivals
+        analysis["ensemble"] = metrics_of_all(rows, loss)
+        analysis["best_two"] = difference_of_best(members, loss)
+    else:
+        analysis = metrics_of_each(of_folds, loss)
+        analysis["folds"] = folds
+        analysis["missing"] = missing_folds([config.data.fold for config in configs.values()])
+        analysis["all_folds"] = metrics_by_group(rows, loss) | rivals
+    about = {"options": differing_options(folders), "notes": notes_of(folders), "results": results}
+    return about | analysis, rows
 
 
-def rivals_or_reason(rows: Results, config: Config, folder: Path) -> dict[str, Any]:
-    """Returns the metrics of `rivals`, or `no_rivals`: why these are not known."""
+def missing_folds(given: list[str]) -> list[str]:
+    """Returns the values of `data.fold` beside those given, if all are of one number of folds."""
+    numbers = {fold.partition("/")[2] for fold in given}
+    num_folds = numbers.pop()
+    if numbers or not num_folds:
+        return []
+    return [f"{k}/{num_folds}" for k in range(int(num_folds)) if f"{k}/{num_folds}" not in given]
+
+
+def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any]:
+    """Returns the metrics of `rivals`, or `no_rivals`: why these are not known.
+
+    The rows are those of a run of each fold, given by folder. Rivals are fitted in each fold; in
+    one where a rival cannot be, it predicts as the sum of effects.
+    """
     if not is_here("analyse_rivals"):
         return {"no_rivals": "analyse_rivals.py, which fits it, is not here"}
     from analyse_rivals import pair_rival, rivals
 
-    try:
-        tables = tables_of(config.data, folder)
-    except UserError as error:
-        return {"no_rivals": str(error)}
-    loss = config.optim.loss
-    predictions = rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir)
+    of_folds = []
+    for folder, config in configs.items():
+        loss = config.optim.loss
+        try:
+            tables = tables_of(config.data, Path(folder))
+        except UserError as error:
+            return {"no_rivals": str(error)}
+        of_folds.append(rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir))
+    predictions = {}
+    for name in chain.from_iterable(of_folds):
+        each = [fold.get(name, fold["sum of effects"]) for fold in of_folds]
+        predictions[name] = torch.cat(each)
     return {"rivals": metrics_of_rivals(rows, predictions, loss)}
 
 
@@ -252,8 +308,7 @@ def read_run(folder: Path) -> Results:
 def read_runs(folders: list[Path]) -> dict[str, Results]:
     """Returns the rows of each run's test.tsv by folder.
 
-    Raises `UserError`, also if they are not of the same loss and test rows, or a run is named
-    twice.
+    Raises `UserError`, also if they are not of the same loss, or a run is named twice.
     """
     places = set()
     for folder in folders:
@@ -261,12 +316,12 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
             raise UserError(f"{folder} is named twice: name each run once")
         places.add(folder.resolve())
     members = {str(folder): read_run(folder) for folder in folders}
-    first, *losses = [config_of(folder).optim.loss for folder in folders]
-    for folder, loss in zip(folders[1:], losses, strict=True):
+    first = config_of(folders[0]).optim.loss
+    for folder in folders:
+        loss = config_of(folder).optim.loss
         if loss != first:
             problem = f"{folder} was trained with optim.loss={loss}, {folders[0]} with {first}"
             raise UserError(f"{problem}: compare runs of one loss")
-    check_same_rows(list(members.values()), [folder / "test.tsv" for folder in folders])
     return members
 
 
@@ -290,40 +345,6 @@ def tables_of(config: data.DataConfig, folder: Path) -> Tables:
 
 
 # ---- Runs side by side ---------------------------------------------------------------------------
-def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
-    """Returns, by folder, the options of each run that differ between runs, but for names.
-
-    With them are hashes of the files of code that differ.
-    """
-    options = {folder: read_options(folder / "config.yaml") for folder in folders}
-    keys = {}  # in order
-    for of_run in options.values():
-        keys |= dict.fromkeys(of_run)
-    differing = []
-    for key in keys:
-        texts = {str(of_run.get(key)) for of_run in options.values()}
-        if len(texts) > 1 and key not in ("run.name", "run.dir"):
-            differing.append(key)
-    differing_of_run = {}
-    for folder, of_run in options.items():
-        differing_of_run[str(folder)] = {key: of_run.get(key) for key in differing}
-    codes = {str(folder): code_of(folder) for folder in folders}
-    for file in sorted(set().union(*codes.values())):
-        hashes = {code[file] for code in codes.values() if file in code}
-        if len(hashes) > 1:
-            for name, code in codes.items():
-                differing_of_run[name][file] = code.get(file)
-    return differing_of_run
-
-
-def code_of(folder: Path) -> dict[str, str]:
-    """Returns the hashes of the code of a run's steps, {} if its best.pt is gone or damaged."""
-    try:
-        return read_checkpoint(folder / "checkpoints/best.pt").get("code", {})
-    except UserError:
-        return {}
-
-
 def notes_of(folders: list[Path]) -> list[str]:
     """Returns the `predictor.notes_on_members` of some runs, or why there are none."""
     predictor = optional("predictor")
@@ -336,20 +357,13 @@ def notes_of(folders: list[Path]) -> list[str]:
     return predictor.notes_on_members(best)
 
 
-def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the best step and its metrics in validation and test, of a run's metrics.jsonl."""
-    shown = {}
-    tests = [row for row in rows if row["kind"] == "test"]
-    if tests:
-        test = tests[-1]
-        step = test.get("best_step")
-        vals = [row for row in rows if row["kind"] == "val"]
-        val = next((row for row in vals if row.get("step") == step), {})
-        shown["best step"] = step
-        for name in ("loss", *metrics.names_in(test)):
-            shown[f"val {name}"] = val.get(name)
-            shown[f"test {name}"] = test.get(name)
-    return shown
+def quality(results: dict[str, Any]) -> tuple[float, float]:
+    """Returns the `metrics.quality` of a run's best validation, the lowest if there is none."""
+    found = {}
+    for name in (metrics.first_metric(), "loss"):
+        value = results.get(f"val {name}")
+        found[name] = math.nan if value is None else value
+    return metrics.quality(found)
 
 
 # ---- Text ----------------------------------------------------------------------------------------
@@ -371,32 +385,27 @@ def columns_beside(rivals: Collection[str]) -> dict[str, str]:
     return titles | TITLES
 
 
-def lines_of_run(analysis: dict, rivals: Collection[str], has_noise: bool) -> list[str]:
-    """Returns the metrics of a run as lines, with the ceiling of R2 if there is one.
-
-    `rivals` are the names of those in its test.tsv.
-    """
-    num_resamples = analysis["resamples"]
-    num_sets = analysis["sets_drawn"]
-    num_genes = analysis["genes_drawn"]
+def lines_of_run(analysis: dict, rivals: Collection[str]) -> list[str]:
+    """Returns the metrics of a run, and those of its rivals, as lines."""
     lines = table(analysis, rivals)
     if rivals or "rivals" in analysis:
         lines.append(
-            f"95 % of {num_resamples:,} samples of {num_sets:,} sets of genes and "
-            f"{num_genes:,} unseen genes, each with all its rows"
+            f"95 % of {analysis['resamples']:,} samples of {analysis['sets_drawn']:,} sets of "
+            f"genes and {analysis['genes_drawn']:,} unseen genes, each with all its rows"
         )
-    if has_noise:
-        lines.append(noise_text(analysis))
     return lines + lines_of_rivals(analysis, rivals)
 
 
 def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of several runs, alone and together, as lines.
-
-    `rivals` are the names of those in their test.tsv.
-    """
-    rows = list(analysis["figures"].items())
-    rows += [("mean of these", analysis["mean"]), ("ensemble", analysis["ensemble"])]
+    """Returns the metrics of several runs or folds, alone and together, as lines."""
+    rows = [*analysis["figures"].items()]
+    rows += [("mean of these", analysis["mean"]), ("standard deviation", analysis["sd"])]
+    if "folds" in analysis:
+        lines = text_table(rows, columns_beside(rivals))
+        if analysis["missing"]:
+            lines.append(f"without the rows of data.fold={', '.join(analysis['missing'])}")
+        return [*lines, "", "all folds together:", *lines_of_run(analysis["all_folds"], rivals)]
+    rows.append(("ensemble", analysis["ensemble"]))
     lines = text_table(rows, columns_beside(rivals))
     best_two = analysis["best_two"]
     best, second = best_two["runs"]
@@ -408,23 +417,12 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
 
 
 def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of the rivals as lines, or a line that says why they are not known.
-
-    `rivals` are the names of those in test.tsv.
-    """
+    """Returns the metrics of the rivals as lines, or a line that says why they are not known."""
     if "no_rivals" in analysis:
         reason = analysis["no_rivals"]
         return [f"no comparison with what can be said without the model: {reason}"]
     lines = [] if rivals else [NO_RIVAL]
     return [*lines, "", *table_of_rivals(analysis["rivals"])]
-
-
-def noise_text(analysis: dict) -> str:
-    """Returns a sentence with R2 as a share of its ceiling, the R2 that noisy scores allow."""
-    ratio = analysis["r2_of_ceiling"]
-    if math.isnan(ratio):
-        return "the scores vary no more than their noise, by the column sd: R2 has no ceiling"
-    return f"R2 is {ratio:.1%} of the ceiling that the noise leaves"
 
 
 def table(analysis: dict, rivals: Collection[str]) -> list[str]:

@@ -4,7 +4,6 @@ Shapes: n rows of T targets, R resamples, C bootstrap clusters.
 """
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -170,29 +169,33 @@ def number_of_resamples(num_cells: int) -> int:
 
 
 # ---- Several runs --------------------------------------------------------------------------------
-def ensemble_of(members: dict[str, Results]) -> Results:
+def ensemble_of(members: list[Results]) -> Results:
     """Returns the rows with the members' mean prediction."""
-    predictions = torch.stack([rows.prediction for rows in members.values()])
-    first = next(iter(members.values()))
-    return replace(first, prediction=predictions.mean(dim=0))
+    predictions = torch.stack([rows.prediction for rows in members])
+    return replace(members[0], prediction=predictions.mean(dim=0))
 
 
-def metrics_together(members: dict[str, Results], ensemble: Results, loss: str) -> dict[str, dict]:
-    """Returns the metrics of each member as `figures`, their `mean`, and those of the `ensemble`.
+def metrics_of_each(members: dict[str, Results], loss: str) -> dict[str, dict]:
+    """Returns the metrics of each member as `figures`, their `mean` and standard deviation `sd`.
 
-    Those of a member are the means of its `target_metrics`, those of the ensemble its
-    `metrics_of_rows`.
+    Those of a member are the means of its `target_metrics`.
     """
     by_member = {}
     for name, rows in members.items():
         by_member[name] = nanmeans(target_metrics(rows, loss))
     mean = {}
+    sd = {}
     for name in by_member[next(iter(members))]:
-        mean[name] = statistics.fmean(of_member[name] for of_member in by_member.values())
-    resamples = number_of_resamples(ensemble.y.numel())
-    cluster = ensemble.cluster_numbers()
-    of_ensemble = metrics_of_rows(ensemble, cluster, loss, resamples)
-    return {"figures": by_member, "mean": mean, "ensemble": of_ensemble}
+        values = torch.tensor([of_member[name] for of_member in by_member.values()])
+        mean[name] = values.mean().item()
+        sd[name] = values.std().item()
+    return {"figures": by_member, "mean": mean, "sd": sd}
+
+
+def metrics_of_all(rows: Results, loss: str) -> dict:
+    """Returns the `metrics_of_rows` of all rows."""
+    resamples = number_of_resamples(rows.y.numel())
+    return metrics_of_rows(rows, rows.cluster_numbers(), loss, resamples)
 
 
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
@@ -202,13 +205,10 @@ def difference_of_best(members: dict[str, Results], loss: str) -> dict:
     ones for both runs.
     """
     metric = metrics.first_metric()
-    quality = {}
-    for name, rows in members.items():
-        quality[name] = nanmeans(target_metrics(rows, loss))[metric]
-    best, second = sorted(quality, key=quality.__getitem__, reverse=True)[:2]
+    figures = metrics_of_each(members, loss)["figures"]
+    best, second = sorted(figures, key=lambda name: figures[name][metric], reverse=True)[:2]
     rows = replace(members[best], rivals={"second": members[second].prediction})
-    resamples = number_of_resamples(rows.y.numel())
-    of_best = metrics_of_rows(rows, rows.cluster_numbers(), loss, resamples)
+    of_best = metrics_of_all(rows, loss)
     return {
         "runs": [best, second],
         "difference": of_best[metric] - of_best[f"second_{metric}"],

@@ -1,4 +1,4 @@
-"""The content of a test.tsv, read again: its rows, their levels and clusters.
+"""What runs leave, read again: the rows of test.tsv, their clusters, folds, options and best steps.
 
 Shapes: n rows of T targets.
 """
@@ -7,14 +7,18 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from config import read_options
 from data_cells import has_level
 from errors import UserError
+from metrics import names_in
+from run_checkpoint import read_checkpoint
 from run_results import SUFFIXES
 
 
@@ -42,12 +46,11 @@ class Results:
         Scores that are not chosen are nan.
         """
         rows = is_chosen.any(dim=1)
-        numbers = rows.nonzero().flatten().tolist()
-        return Results(
-            genes=[self.genes[row] for row in numbers],
+        return replace(
+            self,
+            genes=list(compress(self.genes, rows.tolist())),
             unseen=self.unseen[rows],
-            unseen_genes=[self.unseen_genes[row] for row in numbers],
-            targets=self.targets,
+            unseen_genes=list(compress(self.unseen_genes, rows.tolist())),
             y=self.y[rows].where(is_chosen[rows], math.nan),
             prediction=self.prediction[rows],
             rivals={name: values[rows] for name, values in self.rivals.items()},
@@ -99,6 +102,20 @@ class Results:
             numbers = [number.setdefault(cluster, len(number)) for cluster in clusters]
             rows.append([*numbers, -1][:2])
         return torch.tensor(rows)
+
+    def columns(self) -> tuple[list[str], list[str], bool, bool]:
+        """Returns the names of targets and rivals, and whether there are a weight and an `sd`."""
+        return self.targets, list(self.rivals), self.weight is not None, self.sd is not None
+
+    def row_keys(self) -> list[tuple[str, bytes]]:
+        """Returns nodes and scores of each row, which are the same in each fold that tests it."""
+        return [(genes, y.tobytes()) for genes, y in zip(self.genes, self.y.numpy(), strict=True)]
+
+    def tested(self) -> set[tuple[str, bytes, str]]:
+        """Returns key and unseen node of the rows with a score and no or one unseen node."""
+        is_scored = (~self.y.isnan()).any(dim=1).tolist()
+        rows = compress(zip(self.row_keys(), self.unseen_genes, strict=True), is_scored)
+        return {(*key, names) for key, names in rows if "," not in names}
 
     @property
     def row_weight(self) -> Tensor | float:
@@ -192,22 +209,65 @@ def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str]]
     return of_rows, targets, [suffix.removeprefix("_") for suffix in suffixes[len(SUFFIXES) :]]
 
 
-def check_same_rows(members: list[Results], files: list[Path]) -> None:
-    """Raises `UserError` if the files have other rows, scores or weights, or other unseen nodes."""
-    first = members[0]
-    for file, member in zip(files, members, strict=True):
-        has_same_names = (member.genes, member.targets) == (first.genes, first.targets)
-        if not (
-            has_same_names
-            and torch.equal(member.y.nan_to_num(), first.y.nan_to_num())
-            and torch.equal(member.unseen, first.unseen)
-            and is_same(member.weight, first.weight)
-            and is_same(member.sd, first.sd)
-        ):
-            raise UserError(
-                f"{file} has other test rows, scores, weights or unseen nodes than {files[0]}: "
-                "compare runs of one table and split"
-            )
+def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
+    """Returns the names of the members with the same test rows, by the name of their first one.
+
+    Folds have other rows. In a split by nodes, a row may be in the folds of two of its nodes, but
+    other nodes are unseen there, or several. Raises `UserError` if folds have rows in common.
+    """
+    folds = {}
+    tested = {}
+    for name, rows in members.items():
+        same = [first for first in folds if has_same_rows(rows, members[first])]
+        if same:
+            folds[same[0]].append(name)
+            continue
+        tested[name] = rows.tested()
+        for first in folds:
+            if tested[name] & tested[first] or rows.columns() != members[first].columns():
+                raise UserError(
+                    f"{name} has other test rows, columns, weights or unseen nodes than {first}, "
+                    "but is no other fold: compare runs of one table and split, or of folds with "
+                    "one data.split_seed, such as data.fold=0/5 and 1/5"
+                )
+        folds[name] = [name]
+    return folds
+
+
+def has_same_rows(rows: Results, others: Results) -> bool:
+    """Returns whether both have the same rows, scores, weights and unseen nodes."""
+    names = ("genes", "targets", "y", "unseen", "weight", "sd")
+    return all(is_same(getattr(rows, name), getattr(others, name)) for name in names)
+
+
+def is_same(values: Tensor | list | None, others: Tensor | list | None) -> bool:
+    """Returns whether both are None or equal, with nan in the same places."""
+    if isinstance(values, Tensor) and isinstance(others, Tensor):
+        return torch.equal(values.nan_to_num(), others.nan_to_num())
+    return values is others or values == others
+
+
+def together(folds: list[Results]) -> Results:
+    """Returns the rows of folds with the same `columns`, one fold after another.
+
+    The unseen genes of a row that several folds test are those of all of them, as its errors are
+    correlated.
+    """
+    joined = {"rivals": {}}
+    for name, values in vars(folds[0]).items():
+        of_folds = [getattr(rows, name) for rows in folds]
+        if isinstance(values, Tensor):
+            joined[name] = torch.cat(of_folds)
+        elif name in ("genes", "unseen_genes"):
+            joined[name] = list(chain.from_iterable(of_folds))
+    for rival in folds[0].rivals:
+        joined["rivals"][rival] = torch.cat([rows.rivals[rival] for rows in folds])
+    rows = replace(folds[0], **joined)
+    keys = rows.row_keys()
+    unseen = {key: {} for key in keys}  # names in order
+    for key, names in zip(keys, rows.unseen_genes, strict=True):
+        unseen[key] |= dict.fromkeys(filter(None, names.split(",")))
+    return replace(rows, unseen_genes=[",".join(unseen[key]) for key in keys])
 
 
 def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
@@ -219,8 +279,52 @@ def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
     return bool(((prediction - other).abs() <= tolerance).all())
 
 
-def is_same(values: Tensor | None, others: Tensor | None) -> bool:
-    """Returns whether both are None, or the same numbers."""
-    if values is None or others is None:
-        return values is others
-    return torch.equal(values, others)
+# ---- Runs side by side ---------------------------------------------------------------------------
+def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
+    """Returns, by folder, the options of each run that differ between runs, but for names.
+
+    With them are hashes of the files of code that differ.
+    """
+    options = {folder: read_options(folder / "config.yaml") for folder in folders}
+    keys = {}  # in order
+    for of_run in options.values():
+        keys |= dict.fromkeys(of_run)
+    differing = []
+    for key in keys:
+        texts = {str(of_run.get(key)) for of_run in options.values()}
+        if len(texts) > 1 and key not in ("run.name", "run.dir"):
+            differing.append(key)
+    differing_of_run = {}
+    for folder, of_run in options.items():
+        differing_of_run[str(folder)] = {key: of_run.get(key) for key in differing}
+    codes = {str(folder): code_of(folder) for folder in folders}
+    for file in sorted(set().union(*codes.values())):
+        hashes = {code[file] for code in codes.values() if file in code}
+        if len(hashes) > 1:
+            for name, code in codes.items():
+                differing_of_run[name][file] = code.get(file)
+    return differing_of_run
+
+
+def code_of(folder: Path) -> dict[str, str]:
+    """Returns the hashes of the code of a run's steps, {} if its best.pt is gone or damaged."""
+    try:
+        return read_checkpoint(folder / "checkpoints/best.pt").get("code", {})
+    except UserError:
+        return {}
+
+
+def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the best step and its metrics in validation and test, of a run's metrics.jsonl."""
+    shown = {}
+    tests = [row for row in rows if row["kind"] == "test"]
+    if tests:
+        test = tests[-1]
+        step = test.get("best_step")
+        vals = [row for row in rows if row["kind"] == "val"]
+        val = next((row for row in vals if row.get("step") == step), {})
+        shown["best step"] = step
+        for name in ("loss", *names_in(test)):
+            shown[f"val {name}"] = val.get(name)
+            shown[f"test {name}"] = test.get(name)
+    return shown

@@ -5,10 +5,12 @@ import json
 import math
 import re
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,6 +18,7 @@ import yaml
 import analyse
 import analyse_metrics
 from analyse_metrics import metrics_by_group
+from analyse_results import folds_of, together
 from config import load_config
 from data import load
 from errors import UserError
@@ -265,6 +268,19 @@ def test_compare_needs_a_list_of_runs(tmp_path):
         analyse.compare([folder, str(folder)])
 
 
+def test_a_sweep_is_sorted_by_the_validation_of_the_first_metric(tmp_path, analyse_here, capsys):
+    values = {"a": math.nan, "b": -0.5, "c": None, "d": 0.7, "e": 0.0}
+    for name, pearson_of_val in values.items():
+        write_run(tmp_path / name)
+        val = {"kind": "val", "step": 3, "pearson": pearson_of_val}
+        test = {"kind": "test", "best_step": 3, "loss": 0.5, "pearson": 0.1}
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, (val, test))))
+    assert analyse_here(*values) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in lines[1:6]] == ["d", "e", "b", "a", "c"]
+    assert list(analyse.compare(list(values))["results"]) == ["d", "e", "b", "a", "c"]
+
+
 # ---- One run -------------------------------------------------------------------------------------
 def test_groups_of_rows_are_printed_and_written(train, tables, tmp_path, analyse_here, capsys):
     options = ["data.split=nodes", "data.test_fraction=0.2"]
@@ -321,23 +337,16 @@ def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_h
     assert "; in loss and metrics, rows count by weight\n" in log
     assert analyse_here("runs/default") == 0
     printed = capsys.readouterr().out
-    for text in ("scores 1; rows count by weight\n", "  noise ceiling  ", "R2 ceiling"):
+    for text in (
+        "scores 1; rows count by weight\n",
+        "  noise ceiling  ",
+        "R2 ceiling  share of it",
+    ):
         assert text in printed
     result = json.loads(Path("runs/default/test.json").read_text())
     share = result["r2"] / result["ceiling_r2"]
-    assert f"R2 is {share:.1%} of the ceiling" in printed
-
-
-def test_runs_of_other_weights_or_unseen_nodes_are_not_compared():
-    rows = make_rows(20)
-    weighted = replace(rows, weight=torch.ones(20, dtype=torch.float64))
-    noisy = replace(rows, sd=torch.ones(20, dtype=torch.float64))
-    unseen = replace(rows, unseen=rows.unseen + 1)
-    files = [Path("a"), Path("b")]
-    analyse.check_same_rows([noisy, noisy], files)
-    for members in itertools.permutations([rows, weighted, noisy, unseen], 2):
-        with pytest.raises(UserError, match=r"b has .* weights or unseen nodes than a"):
-            analyse.check_same_rows(list(members), files)
+    assert share == pytest.approx(result["r2_of_ceiling"])
+    assert f"  {share:.4f}  " in printed
 
 
 def test_runs_of_another_loss_are_not_compared(tmp_path, analyse_here, capsys):
@@ -431,14 +440,6 @@ def test_without_the_part_that_fits_rivals_a_line_says_so(
     assert found["by_unseen"]["0"]["pearson"] is not None
 
 
-def test_scores_that_vary_no_more_than_their_noise_have_no_ceiling():
-    rows = replace(make_rows(40), sd=torch.full((40,), 9.0, dtype=torch.float64))
-    assert "R2 has no ceiling" in analyse.noise_text(metrics_by_group(rows))
-    rows = replace(rows, sd=torch.full((40,), 1e-9, dtype=torch.float64))
-    result = metrics_by_group(rows)
-    assert analyse.noise_text(result).startswith(f"R2 is {result['r2']:.1%} of the ceiling")
-
-
 def test_many_scores_are_printed_in_part():
     rows = make_rows(50, analyse.SHOWN + 3)
     lines = analyse.table(metrics_by_group(rows), rows.rivals)
@@ -520,8 +521,9 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
         "run.seed", "model.layers", "model.readout", "best step", "val loss", "test loss",
         "val pearson", "test pearson",
     ]  # fmt: skip
+    of_run = {row[0]: row for row in rows}
     for name, chosen in zip("abc", (["1", "2"], ["2", "2"], ["0", "1"]), strict=True):
-        run, seed, layers, readout, step, *figures = rows["abc".index(name)]
+        run, seed, layers, readout, step, *figures = of_run[f"runs/{name}"]
         (test,) = read_metrics(tmp_path / "runs" / name, "test")
         val_rows = read_metrics(tmp_path / "runs" / name, "val")
         (val,) = [row for row in val_rows if row["step"] == test["best_step"]]
@@ -530,22 +532,126 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
         assert int(step) == test["best_step"]
         expected = [row[key] for key in ("loss", "pearson") for row in (val, test)]
         assert [float(figure) for figure in figures] == pytest.approx(expected, abs=1e-4)
+    in_val = [float(row[-2]) for row in rows]
+    assert in_val == sorted(in_val, reverse=True)
     assert lines[4] == ""
 
     # Then their predictions.
     assert lines[5].startswith("3 runs: ")
-    figures = {line.split("  ")[0].strip(): line for line in lines[7:12]}
-    assert list(figures) == ["runs/a", "runs/b", "runs/c", "mean of these", "ensemble"]
-    pearson = [float(re.search(r"-?0\.\d+", line)[0]) for line in list(figures.values())[:4]]
-    assert pearson[3] == pytest.approx(sum(pearson[:3]) / 3, abs=2e-4)
+    figures = {line.split("  ")[0].strip(): line for line in lines[7:13]}
+    together = ["mean of these", "standard deviation", "ensemble"]
+    assert list(figures) == ["runs/a", "runs/b", "runs/c", *together]
+    pearson = [float(re.search(r"-?0\.\d+", line)[0]) for line in list(figures.values())[:5]]
+    assert pearson[3] == pytest.approx(statistics.mean(pearson[:3]), abs=2e-4)
+    assert pearson[4] == pytest.approx(statistics.stdev(pearson[:3]), abs=2e-4)
     assert " to " in figures["ensemble"]
     assert " to " not in figures["runs/a"]
-    assert lines[12].startswith("best two, runs/")
+    assert lines[13].startswith("best two, runs/")
 
     train(0, "data.split_seed=1", "run.name=other").check()
     assert analyse_here("runs/a", "runs/other") == 2
-    message = "error: runs/other/test.tsv has other test rows, scores, weights or unseen nodes than"
+    message = (
+        "error: runs/other has other test rows, columns, weights or unseen nodes than runs/a, "
+    )
     assert message in capsys.readouterr().err
+
+
+# ---- Folds ---------------------------------------------------------------------------------------
+def columns_of(*files: Path) -> np.ndarray:
+    """Returns weight, score, prediction and baseline of the rows of test.tsv files, [rows, 4]."""
+    lines = [line for file in files for line in file.read_text().splitlines()[1:]]
+    return np.array([line.split("\t")[3:] for line in lines], dtype=float)
+
+
+def weighted_pearson(y: np.ndarray, prediction: np.ndarray, weight: np.ndarray) -> float:
+    covariance = np.cov(y, prediction, aweights=weight)
+    return covariance[0, 1] / math.sqrt(covariance[0, 0] * covariance[1, 1])
+
+
+def test_folds_are_a_cross_validation_of_ensembles(
+    train, tmp_path, analyse_here, monkeypatch, capsys
+):
+    """Of 2 seeds each, in a split by nodes: rows of two nodes may be tested in both folds."""
+    header, *lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    rows = [f"{line}\t{0.1 + i % 5}" for i, line in enumerate(lines)]
+    (tmp_path / "weighted.tsv").write_text("\n".join([f"{header}\tweight", *rows]) + "\n")
+    runs = []
+    for k, seed in itertools.product(range(2), range(2)):
+        runs.append(f"runs/f{k}s{seed}")
+        options = [f"data.fold={k}/3", f"run.seed={seed}", f"run.name=f{k}s{seed}"]
+        options += ["data.perturbations=weighted.tsv", "data.split=nodes", "optim.lr=0.05"]
+        train(0, *options).check()
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    found = analyse.compare(runs)
+    assert found["folds"] == {runs[0]: runs[:2], runs[2]: runs[2:]}
+    assert found["missing"] == ["2/3"]
+
+    folds = []
+    for pair in found["folds"].values():
+        one, two = (columns_of(Path(run, "test.tsv")) for run in pair)
+        assert (one[:, :2] == two[:, :2]).all() and (one[:, 2] != two[:, 2]).any()
+        one[:, 2] = (one[:, 2] + two[:, 2]) / 2
+        folds.append(one)
+    weight, y, prediction, baseline = np.concatenate(folds).T
+    all_folds = found["all_folds"]
+    assert all_folds["n"] == len(y)
+    assert all_folds["pearson"] == pytest.approx(weighted_pearson(y, prediction, weight))
+    assert all_folds["mse"] == pytest.approx(np.average((y - prediction) ** 2, weights=weight))
+    of_baseline = pytest.approx(weighted_pearson(y, baseline, weight))
+    assert all_folds["baseline_pearson"] == of_baseline
+    (of_rival,) = [rival for name, rival in all_folds["rivals"].items() if "baseline" in name]
+    assert of_rival["pearson"] == of_baseline  # fitted again, in the order of the rows
+
+    each = [weighted_pearson(fold[:, 1], fold[:, 2], fold[:, 0]) for fold in folds]
+    in_figures = [figures["pearson"] for figures in found["figures"].values()]
+    assert in_figures == pytest.approx(each)
+    assert found["mean"]["pearson"] == pytest.approx(np.mean(each))
+    assert found["sd"]["pearson"] == pytest.approx(np.std(each, ddof=1))
+
+    alone = analyse.compare([runs[0], runs[2]])
+    for run in (runs[0], runs[2]):
+        of_run = analyse.analyse_run(run)
+        assert alone["figures"][run].items() <= of_run.items()
+
+    assert analyse_here(*runs, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == without_nan(found)
+    assert analyse_here(*runs) == 0
+    printed = capsys.readouterr().out
+    assert f"\n4 runs of 2 folds, each named by its first run: rows {len(y)}, scores 1; " in printed
+    assert "\nwithout the rows of data.fold=2/3\n" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("all  ")]
+    printed_metrics = [all_folds["pearson"], all_folds["baseline_pearson"]]
+    assert [float(cell) for cell in line.split()[2:4]] == pytest.approx(printed_metrics, abs=1e-4)
+
+
+def test_runs_that_share_some_rows_are_no_folds():
+    rows = replace(make_rows(24), unseen_genes=[""] * 24)
+    first, second = (rows.select(torch.arange(24).unsqueeze(1) % 2 == k) for k in range(2))
+    members = {"a": first, "b": second, "c": first, "d": second}
+    assert folds_of(members) == {"a": ["a", "c"], "b": ["b", "d"]}
+    weighted = replace(rows, weight=torch.ones(24, dtype=torch.float64))
+    noisy = replace(rows, sd=torch.ones(24, dtype=torch.float64))
+    assert folds_of({"a": noisy, "b": noisy}) == {"a": ["a", "b"]}
+    of_others = [replace(second, rivals={}), replace(second, targets=["other"])]
+    for others in (rows, weighted, noisy, replace(first, unseen=first.unseen + 1), *of_others):
+        for runs in ({"a": first, "b": others}, {"a": others, "b": first}):
+            with pytest.raises(UserError, match=r"^b has other .* than a, but is no other fold: "):
+                folds_of(runs)
+
+
+def test_a_row_that_two_folds_test_is_drawn_with_the_unseen_nodes_of_both():
+    """A row without a score is no test, and may be in several folds."""
+    rows = replace(make_rows(2), genes=["A,B", "C"], y=torch.tensor([[1.0], [math.nan]]).double())
+    members = {name: replace(rows, unseen_genes=[name, ""]) for name in "AB"}
+    members["B"] = replace(members["B"], unseen=rows.unseen + 1)
+    assert folds_of(members) == {"A": ["A"], "B": ["B"]}
+    assert together(list(members.values())).unseen_genes == ["A,B", "", "A,B", ""]
+
+
+def test_folds_of_several_numbers_have_no_missing_ones():
+    assert analyse.missing_folds(["1/3", "1/3", "0/3"]) == ["2/3"]
+    assert analyse.missing_folds(["0/2", "2/3"]) == analyse.missing_folds(["", ""]) == []
 
 
 def test_a_cut_line_of_metrics_is_left_out_and_a_missing_file_is_named(

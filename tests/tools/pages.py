@@ -17,7 +17,7 @@ DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCS, ROOT / "tests/bench/README.md"]
 CHANGELOG = ROOT / "CHANGELOG.md"
 PROGRAMS = ("./launch.sh", "torchrun", "python", "pip", "srun", "sbatch")
-VARIABLES = r"%a|\$s\b"  # launch.sh replaces %a with the array task's number, the shell $s
+VARIABLES = r"%a|\$[ks]\b"  # launch.sh replaces %a with the array task's number, the shell $s
 
 
 def name_of(page: Path) -> str:

@@ -116,12 +116,16 @@ def test_the_example_of_tables(command, tmp_path):
 FILES = {"edges": "edges", "perturbations": "scores", "features": "features"}
 
 
-def test_the_example_of_runs(command, tmp_path):
+def test_the_example_of_runs(run, command, tmp_path):
     copy_template(tmp_path)
     page = ROOT / "docs/runs.md"
     assert run_commands(page, command, tmp_path, "python train.py run.name=short") == 2
     assert run_page(page, command, tmp_path) == 1
-    assert run_commands(page, command, tmp_path, "python analyse.py") == 1
+    (of_folds,) = [block.text for block in blocks(page, "bash") if "data.fold" in block.text]
+    text = of_folds.replace("train.py", "train.py optim.epochs=1 model.readout=local")
+    printed = run(["bash", "-c", text], PATH=PATH, **WITHOUT_GPU).check().stdout
+    assert "\n5 runs of 5 folds, each named by its first run: rows 6,000, scores 1\n" in printed
+    command(0, tmp_path / "analyse.py", "runs/short").check()
 
 
 def test_the_example_of_predictions(command, tmp_path):
