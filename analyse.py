@@ -359,10 +359,11 @@ def notes_of(folders: list[Path]) -> list[str]:
 
 def quality(results: dict[str, Any]) -> tuple[float, float]:
     """Returns the `metrics.quality` of a run's best validation, the lowest if there is none."""
-    found = {}
+    found = {"loss": math.inf}
     for name in (metrics.first_metric(), "loss"):
         value = results.get(f"val {name}")
-        found[name] = math.nan if value is None else value
+        if value is not None:
+            found[name] = value
     return metrics.quality(found)
 
 

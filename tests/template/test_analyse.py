@@ -269,7 +269,7 @@ def test_compare_needs_a_list_of_runs(tmp_path):
 
 
 def test_a_sweep_is_sorted_by_the_validation_of_the_first_metric(tmp_path, analyse_here, capsys):
-    values = {"a": math.nan, "b": -0.5, "c": None, "d": 0.7, "e": 0.0}
+    values = {"a": 0.1, "b": -0.5, "c": None, "d": 0.7, "e": math.nan}
     for name, pearson_of_val in values.items():
         write_run(tmp_path / name)
         val = {"kind": "val", "step": 3, "pearson": pearson_of_val}
@@ -277,8 +277,8 @@ def test_a_sweep_is_sorted_by_the_validation_of_the_first_metric(tmp_path, analy
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, (val, test))))
     assert analyse_here(*values) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[0] for line in lines[1:6]] == ["d", "e", "b", "a", "c"]
-    assert list(analyse.compare(list(values))["results"]) == ["d", "e", "b", "a", "c"]
+    assert [line[0] for line in lines[1:6]] == ["d", "a", "e", "b", "c"]
+    assert list(analyse.compare(list(values))["results"]) == ["d", "a", "e", "b", "c"]
 
 
 # ---- One run -------------------------------------------------------------------------------------
