@@ -77,15 +77,16 @@ class Results:
         """Returns the bootstrap clusters of each row, one or two, each as a kind and a name.
 
         A row is in the cluster of each of its unseen genes ("gene", name), or else in that of its
-        set of genes ("set", genes). The errors of rows in a cluster are correlated. Of more than
-        two unseen genes, those with the most rows count.
+        set of genes at any levels ("set", names). The errors of rows in a cluster are correlated.
+        Of more than two unseen genes, those with the most rows count.
         """
         unseen_genes = [names.split(",") for names in self.unseen_genes]
         num_rows = Counter(chain.from_iterable(unseen_genes))
         clusters = []
         for genes, unseen in zip(self.genes, unseen_genes, strict=True):
             if unseen == [""]:
-                clusters.append([("set", genes)])
+                names = [name.removesuffix(f"={level_of(name)}") for name in genes.split(",")]
+                clusters.append([("set", ",".join(names))])
             else:
                 of_most_rows = sorted(unseen, key=num_rows.__getitem__, reverse=True)[:2]
                 clusters.append([("gene", name) for name in of_most_rows])

@@ -38,7 +38,7 @@ class DataConfig:
     scores: list = field(default_factory=list)
     undirected: bool = False
     batch_size: int = field(default=128, metadata={"min": 1, "resume": "fixed"})
-    split: Literal["random", "nodes"] = "random"
+    split: Literal["random", "sets", "nodes"] = "random"
     split_seed: int = field(default=0, metadata={"min": 0, "max": 2**32 - 1})
     fold: str = ""
     val_fraction: float = field(default=0.1, metadata={"min": 0, "max": 1})
@@ -74,13 +74,13 @@ def load(config: DataConfig) -> Tables:
     advice = "name some in its column split, or remove that column"
     if tables.split is None:
         advice = "change data.val_fraction and data.test_fraction or data.fold, or add rows"
-        make_split = {"random": random_split, "nodes": node_split}[config.split]
+        make_split = node_split if config.split == "nodes" else random_split
         key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
         key += f" {config.fold}"
         split_rows = partial(make_split, tables, config)
         # The code of this module is that of the tables, too, which it imports.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
-    elif config.split == "nodes" or config.fold:
+    elif config.split != "random" or config.fold:
         raise DataError(
             f"{config.perturbations} has a column split: remove it, "
             "or set data.split=random and data.fold= to use it"
@@ -137,11 +137,12 @@ def file_digest(path: str) -> str:
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
     """Returns a random split, int8 [n], where rows of the same nodes and levels stay together.
 
+    With `split=sets`, rows of the same nodes stay together, whatever their levels.
     Sets of more than `LARGE` of the rows come last, and the intact one after them: they are trained
     on as long as other sets fill test and validation, which a set alone would not measure. With
     `fold`, each set is tested in one of the folds.
     """
-    set_number = tables.set_number()
+    set_number = tables.set_number(with_levels=config.split != "sets")
     rows_of_set = torch.bincount(set_number)
     generator = torch.Generator().manual_seed(config.split_seed)
     order = torch.randperm(len(rows_of_set), generator=generator)

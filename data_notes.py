@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from data_cells import SPLITS, Rows, is_missing_name, parse_number
+from data_cells import Rows, is_missing_name, parse_number
 from metrics import effective_share, weighted_mean
 from parts import is_here
 
@@ -28,6 +28,7 @@ NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of values that are codes if they
 FEWEST_SCORES = 50  # of a column; one of fewer may well have such a share
 FEW_TARGETS = 20  # up to which each is looked at by itself
 FEW_VALUES = 10  # rows or values, below which nothing is said of them
+PERCENT = 10  # the largest level, from which on levels above 1 alone may be percentages
 FEW_RELATIONS = 20  # up to which their names may be numbers
 FEW = 0.1  # share up to which names are not as nearly all others; or rows count, by their weights
 MORE = 1.5  # times the rows of any node with an edge, from which on a name is none
@@ -41,6 +42,7 @@ NO_SCORE = re.compile(
     r"|(.+ )?(standard (error|deviation)|variance)( .+)?"
 )
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
+# What spreadsheets, and pandas after them, make of MARCH1.
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
 # Also in MAR1, MARC1, MARCH1, SEPT1 and their newer names MARCHF1 and SEPTIN1.
 MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:C|CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
@@ -50,28 +52,25 @@ JOINTS = set("+;|:/&_ ")  # what people write between names in place of a comma
 
 
 def notes_on(
-    tables: Any, files: Sequence[str], described: Mapping[str, Tensor], are_chosen: bool
-) -> list[str]:
-    """Returns the sentences on `Tables` of files: of edges, of knock-outs and "" or of features.
+    tables: Any, files: Sequence[str], described: Mapping, row: Tensor, are_chosen: bool
+) -> Iterator[str]:
+    """Yields the sentences on `Tables` of files: of edges, of knock-outs and "" or of features.
 
-    `described` is what the file of features has of each name, [F]. `are_chosen` says whether
-    data.scores names the scores.
+    `described` is what the file of features has of each name, [F]. `row`, long [total], is that of
+    each name in `genes`. `are_chosen` says whether data.scores names the scores.
     """
     edges, perturbations, features = files
     connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
-    notes = []
-    notes += notes_on_relations(tables, edges)
-    notes += notes_on_knocked_out(tables, perturbations, connected)
-    notes += notes_on_controls(tables, perturbations, connected)
-    notes += notes_on_levels(tables, perturbations)
+    yield from notes_on_relations(tables, edges)
+    yield from notes_on_knocked_out(tables, perturbations, connected)
+    yield from notes_on_controls(tables, perturbations, connected)
+    yield from notes_on_levels(tables, perturbations, row)
     if features:
-        notes += notes_on_features(tables, features, described)
-    notes += notes_on_replicates(tables, perturbations)
-    notes += notes_on_outliers(tables, perturbations)
-    notes += notes_on_codes(perturbations, tables.targets, tables.y)
+        yield from notes_on_features(tables, features, described)
+    yield from notes_on_outliers(tables, perturbations)
+    yield from notes_on_codes(perturbations, tables.targets, tables.y)
     if not are_chosen:
-        notes += notes_on_columns(tables, perturbations)
-    return notes
+        yield from notes_on_columns(tables, perturbations)
 
 
 def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
@@ -82,6 +81,16 @@ def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
     share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
     if share < FEW:
         yield f"by weight, the training rows count as {share:.1%} of them would"
+    codes = [tables.set_code(code) for code in (tables.node_code(), tables.name_code())]
+    is_same, has_nodes = (torch.isin(code, code[tables.is_in("train")]) for code in codes)
+    same = "the same levels: the column split puts them on both sides"
+    other = "other levels: data.split=sets keeps them together"
+    has_nodes &= tables.perturbed_ptr.diff() > 0  # intact controls belong in each split
+    for levels, is_like in {same: has_nodes & is_same, other: has_nodes & ~is_same}.items():
+        num_test, num_val = ((is_like & tables.is_in(s)).sum() for s in ("test", "val"))
+        if num_test + num_val > 0:
+            rows = f"{num_test:,} test rows and {num_val:,} validation rows"
+            yield f"{rows} have the nodes of training rows at {levels}"
 
 
 def details(tables: Any) -> str:
@@ -175,9 +184,8 @@ def codes(values: Tensor) -> Tensor:
 
 def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
     """Yields a note on columns, of several, that are no scores by their names."""
-    nodes = set(tables.genes)
     others = [name for name in tables.targets if NO_SCORE.fullmatch(words_of(name))]
-    others = [name for name in others if name not in nodes]
+    others = [name for name in others if name not in tables.genes]
     if others and len(tables.targets) > 1:
         yield (
             f"{path}: all {len(tables.targets):,} columns are scores, but by their names these may "
@@ -185,32 +193,30 @@ def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
         )
 
 
-def notes_on_levels(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note if levels stand as if one held for all names of a row, as in `A,B=0.2`."""
+def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
+    """Yields notes on levels, and on intact rows; `row`, long [total], is that of each name."""
     num_nodes = tables.perturbed_ptr.diff()
+    is_named = torch.bincount(row, minlength=len(num_nodes)) > 0
+    half = deviation(tables.y[num_nodes > 0]).nan_to_num() / 2
+    lost = "an empty cell: where a name was lost, as in a mapping, remove the row"
+    for reason, has_reason in {lost: ~is_named, "level 1: write A or A=0": is_named}.items():
+        is_intact = (num_nodes == 0) & has_reason
+        varies = deviation(tables.y[is_intact]) > half  # [T]
+        if is_intact.sum() >= FEW_VALUES and 2 * varies.sum() > len(varies):
+            yield f"{path}: {is_intact.sum():,} rows vary as others do, but are intact by {reason}"
+    level = tables.level[tables.level > 0]
+    if len(level) >= FEW_VALUES and level.min() > 1 and level.max() >= PERCENT:
+        yield f"{path}: all levels are above 1, up to {level.max():g}: of 30 %, the level is 0.3"
     num_levels = torch.bincount(tables.sample()[tables.level != 0], minlength=len(num_nodes))
     fewest = min((num_nodes == 1).sum(), (num_nodes > 1).sum())
     if fewest >= FEW_VALUES and (num_levels[num_nodes > 0] == 1).all():
-        yield (
-            f"{path}: all single knock-outs have a level, but in each larger set one node alone: "
-            "A,B=0.2 deletes A and keeps 0.2 of B; where both are knocked down, write A=0.2,B=0.2"
-        )
+        advice = "A,B=0.2 deletes A and keeps 0.2 of B; for both, write A=0.2,B=0.2"
+        yield f"{path}: in each set, also in those of several nodes, one has a level: {advice}"
 
 
-def notes_on_replicates(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note on the number of sets of knock-outs whose rows are in more than one split."""
-    if tables.split is None:
-        return
-    perturbs = tables.perturbed_ptr.diff() > 0
-    set_number = tables.set_number()[perturbs]
-    split_number = set_number * len(SPLITS) + tables.split[perturbs]
-    num_splits = torch.bincount(split_number.unique() // len(SPLITS))  # of each set
-    num_shared = int((num_splits > 1).sum())
-    if num_shared:
-        yield (
-            f"{path}: sets of knock-outs that the column split puts on both sides: {num_shared:,}; "
-            "a random split keeps their rows together"
-        )
+def deviation(values: Tensor) -> Tensor:
+    """Returns the standard deviation of values [n, T], nan without any, [T]."""
+    return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
 
 
 def notes_on_relations(tables: Any, path: str) -> Iterator[str]:
@@ -320,7 +326,7 @@ def meanings(
         dated = nodes_of_month[month] if month else []
         if joined or same:
             meaning_of[name] = ",".join(joined) or same
-        elif any(map(is_date, [name, *dated])):  # of the two, one is what a spreadsheet made
+        elif any(map(DATE.fullmatch, [name, *dated])):  # of the two, one is what a spreadsheet made
             meaning_of[name] = " or ".join(dated) or "a spreadsheet's date"
         elif name.isdigit() and len(name) < 3 and not have_number:
             meaning_of[name] = "part of a name with a comma"
@@ -396,11 +402,6 @@ def words_of(name: str) -> str:
     """Returns the words of a name in lower case, with blanks between them: pValue is p value."""
     parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return re.sub(SIGNS, " ", parted).strip().lower()
-
-
-def is_date(name: str) -> bool:
-    """Returns whether a name is what spreadsheets, and pandas after them, make of MARCH1."""
-    return DATE.fullmatch(name) is not None
 
 
 def month_of(name: str) -> str:

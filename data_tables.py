@@ -109,9 +109,14 @@ class Tables:
             name = self.genes[node]
             yield name if level == 0 and not has_level(name) else f"{name}={level:.15g}"
 
-    def set_number(self) -> Tensor:
-        """Returns the number of each row's set of nodes and levels, in their order, long [n]."""
-        return number_in_order(self.set_code(self.node_code()))
+    def set_number(self, with_levels: bool = True) -> Tensor:
+        """Returns the number of each row's set of nodes, and levels, in their order, long [n]."""
+        return number_in_order(self.set_code(self.node_code() if with_levels else self.name_code()))
+
+    def name_code(self) -> Tensor:
+        """Returns a 64-bit code of each perturbed node's name, the same in any table, [total]."""
+        digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in self.genes]
+        return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)[self.perturbed]
 
     def node_code(self) -> Tensor:
         """Returns a 64-bit code of each perturbed node and its level, long [total]."""
@@ -217,7 +222,7 @@ def read_tables(
     data_notes = optional("data_notes")
     if data_notes:
         files = (edges, perturbations, features)
-        tables.notes = notes + data_notes.notes_on(tables, files, described, bool(scores))
+        tables.notes = [*notes, *data_notes.notes_on(tables, files, described, row, bool(scores))]
     return tables
 
 

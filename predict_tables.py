@@ -46,7 +46,8 @@ def write_graph(folder: RunFolder, tables: Tables) -> None:
     path = folder.path / "graph.pt"
     with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
         if folder.ddp.rank == 0:
-            content = {"graph": folder.origin.graph, "trained": training_range(tables)}
+            trained = {"data": folder.origin.data, **training_range(tables)}
+            content = {"graph": folder.origin.graph, "trained": trained}
             save_atomically(path, {**content, **fields_of_graph(tables)})
 
 
@@ -66,13 +67,14 @@ def training_range(tables: Tables) -> dict[str, Any]:
 
     `seen`, bool [N], says which nodes they knock out, `lowest` and `highest` are the extreme
     levels, and `largest` is the number of nodes in the largest set. Level 1 is always among the
-    levels: it is that of intact nodes.
+    levels: it is that of intact nodes. `sets` has the codes of their sets of nodes, long [sets].
     """
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
     level = tables.level[is_trained[tables.sample()]]
     level = torch.cat([level.new_ones(1), level])
     size = tables.perturbed_ptr.diff() * is_trained
     trained = {"lowest": level.min().item(), "highest": level.max().item()}
+    trained["sets"] = tables.set_code(tables.name_code())[is_trained].unique()
     return {**trained, "largest": size.max().item(), "seen": tables.is_seen().any(dim=1)}
 
 
@@ -89,6 +91,32 @@ def read_graph(checkpoint: Path) -> dict[str, Any]:
         f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
         "writes it, too"
     )
+
+
+def notes_on_leaks(file: str, tables: Tables, fingerprint: str) -> Iterator[str]:
+    """Yields a note if the run of a checkpoint was trained on what `tables` test, or may be.
+
+    That run had other tables or another split than those of this fingerprint.
+    """
+    try:
+        graph = read_graph(Path(file))
+        trained = graph["trained"]
+        is_same = trained["data"] == fingerprint
+    except (UserError, KeyError):  # there is none, or a damaged one, or one of an earlier version
+        yield f"{file}: whether it was trained on test rows, no graph.pt beside it tells"
+        return
+    is_test = tables.is_in("test")
+    was_trained = torch.isin(tables.set_code(tables.name_code()), trained["sets"])
+    num_rows = (is_test & was_trained & (tables.perturbed_ptr.diff() > 0)).sum()
+    seen_before = {graph["genes"][node] for node in trained["seen"].nonzero()}
+    tested = tables.perturbed[is_test[tables.sample()]].unique()
+    unseen = [tables.genes[node] for node in tested[~tables.is_seen().any(dim=1)[tested]]]
+    num_nodes = len(seen_before.intersection(unseen))
+    if not is_same and num_rows + num_nodes > 0:
+        yield (
+            f"{file} was trained on the nodes of {num_rows:,} of {is_test.sum():,} test rows, and "
+            f"on {num_nodes:,} nodes that only test rows have here: these are no new ones to it"
+        )
 
 
 def tables_of_graph(fields: dict[str, Any]) -> Tables:

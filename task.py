@@ -286,6 +286,10 @@ class KnockoutTask:
         data_notes = optional("data_notes")
         if data_notes is not None:
             notes += data_notes.notes_on_training(self.tables, self.config)
+        predict_tables = optional("predict_tables")
+        if self.config.run.init and predict_tables is not None:
+            init = self.config.run.init
+            notes += predict_tables.notes_on_leaks(init, self.tables, self.fingerprint)
         return notes
 
 
