@@ -333,7 +333,8 @@ def clusters(tables: Tables) -> Tensor:
     unseen_of_row = defaultdict(list)
     for row, node in zip(sample[is_chosen].tolist(), unseen.tolist(), strict=True):
         unseen_of_row[row].append(node)
-    set_number = tables.set_number() + len(tables.genes)  # after the numbers of the nodes
+    # After the numbers of the nodes.
+    set_number = tables.set_number(with_levels=False) + len(tables.genes)
     cluster = torch.stack([set_number, torch.full_like(set_number, -1)], dim=1)
     for row, nodes in unseen_of_row.items():
         of_most_rows = sorted(nodes, key=num_rows.__getitem__, reverse=True)

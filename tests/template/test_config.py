@@ -385,7 +385,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("data.undirected=1", "data.undirected must be bool, not 1"),
         ("ddp.device_ids=0", "ddp.device_ids must be"),
         ("optim.precision=fp8", "optim.precision must be fp64 or fp32 or bf16 or fp16, not 'fp8'"),
-        ("data.split=rows", "data.split must be random or nodes, not 'rows'"),
+        ("data.split=rows", "data.split must be random or sets or nodes, not 'rows'"),
         (
             "data.edges=edges.tsv",
             "data.edges and data.perturbations go together: set both or neither",

@@ -5,6 +5,7 @@ import math
 import os
 import tracemalloc
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -104,6 +105,23 @@ def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
     assert torch.bincount(splits[0].int()).tolist() == [160, 20, 20]
     replicates = splits[0].view(4, 50)
     assert torch.equal(replicates[0].expand(4, 50), replicates)
+
+
+@pytest.mark.parametrize("fold", ["", "1/4"])
+def test_a_split_by_sets_keeps_the_same_nodes_at_all_levels_together(fold):
+    """A random split parts them; of rows with one level, it is the same split."""
+    sets = [{a: x, b: y} for a, b in combinations(range(8), 2) for x in (0.0, 0.3) for y in (0, 2)]
+    doses = replace(tables_of([*sets, {}], torch.zeros(113)), genes=list("abcdefgh"))
+    for seed in range(3):
+        options = DataConfig(split="sets", split_seed=seed, fold=fold)
+        by_pair = random_split(doses, options)[:-1].view(28, 4)
+        assert (by_pair == by_pair[:, :1]).all()
+        assert len(by_pair.unique()) == 3
+        parted = random_split(doses, replace(options, split="random"))[:-1].view(28, 4)
+        assert (parted != parted[:, :1]).any()
+        deletions = replace(doses, level=torch.zeros_like(doses.level))
+        by_levels = random_split(deletions, replace(options, split="random"))
+        assert by_levels.equal(random_split(doses, options))
 
 
 def test_no_set_of_many_rows_decides_a_random_split():
@@ -215,7 +233,7 @@ def test_unseen_nodes_are_counted_by_row():
 
 def test_a_node_split_or_fold_beside_a_split_column_or_without_rows_is_an_error(tmp_path):
     message = r"has a column split: remove it, or set data.split=random and data.fold= to use it"
-    for option in ({"split": "nodes"}, {"fold": "0/3"}):
+    for option in ({"split": "nodes"}, {"split": "sets"}, {"fold": "0/3"}):
         with pytest.raises(DataError, match=message):
             load(write_tables(tmp_path, **option))
     unsplit = [row[:2] for row in SCORES]

@@ -156,22 +156,30 @@ def test_a_row_that_makes_much_of_the_variance_is_noted_with_its_line():
 
 
 @pytest.mark.parametrize(
-    ("sets", "number"),
+    ("sets", "same", "other"),  # rows of training, validation, test, training ...
     [
-        (["a", "b", "c", "d", "a,b", "c,d"], 0),
-        (["a,b", "b , a", "a,b,c=1", "c", "c", "a"], 2),  # the first is on three sides
-        (["b=0.3,a", "a=0,b=0.30", "b=0.3", "a,b"], 1),
-        (["a", "b", "c", "a", "b", "c"], 0),  # replicates on one side
-        (["", "", "", "a=1", "b=1,c=1", "a"], 0),  # intact controls belong on each
+        (["a", "b", "c", "d", "a,b", "c,d"], (0, 0), (0, 0)),
+        (["a,b", "b , a", "a,b,c=1", "c", "c", "a"], (1, 2), (0, 0)),
+        (["b=0.3,a", "a=0,b=0.30", "b=0.3", "a,b"], (0, 1), (0, 0)),
+        (["b=0.3,a", "b=0.1,a", "a,b", "d", "d=2", "a,b=0.3"], (1, 0), (1, 2)),
+        (["a", "b", "c", "a", "b", "c"], (0, 0), (0, 0)),  # replicates on one side
+        (["", "", "", "a=1", "b=1,c=1", "a"], (0, 0), (0, 0)),  # intact controls belong on each
     ],
 )
-def test_sets_on_both_sides_of_a_given_split_are_noted_with_their_number(tmp_path, sets, number):
-    notes = read_cells(tmp_path, list("abcd"), sets)
-    expected = (
-        f"sets of knock-outs that the column split puts on both sides: {number}; "
-        "a random split keeps their rows together"
-    )
-    assert notes == ([expected] if number else [])
+def test_held_out_rows_with_the_nodes_of_training_rows_are_counted(tmp_path, sets, same, other):
+    read_cells(tmp_path, list("abcd"), sets)
+    files = {name: str(tmp_path / f"{name}.tsv") for name in ("edges", "scores")}
+    tables = load(DataConfig(edges=files["edges"], perturbations=files["scores"], cache_dir=""))
+    expected = []
+    for (num_test, num_val), levels in (
+        (same, "the same levels: the column split puts them on both sides"),
+        (other, "other levels: data.split=sets keeps them together"),
+    ):
+        if num_test + num_val:
+            rows = f"{num_test} test rows and {num_val} validation rows"
+            expected.append(f"{rows} have the nodes of training rows at {levels}")
+    tables.weight = None
+    assert list(notes_on_training(tables, Config())) == expected
 
 
 def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
@@ -184,6 +192,34 @@ def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
     both = [f"{pair}=0.2".replace(",", "=0.2,") for pair in PAIRS]
     for sets in (singles + both, NODES + [f"{pair}=0.2" for pair in PAIRS], singles, both):
         assert notes(sets) == []
+
+
+def test_levels_and_intact_rows_that_may_be_meant_otherwise_are_noted(tmp_path):
+    """Names that were lost or stand at level 1, and percentages; real controls vary less."""
+    draw = random.Random(0)
+
+    def notes(*kinds: tuple[str, float], nodes: int = 30) -> list[str]:
+        """Returns the notes on rows that end so, and whose scores have this deviation."""
+        rows = []
+        for end, deviation in kinds:
+            for node in NODES:
+                rows.append((node + end if end else "", draw.gauss(5, deviation)))
+        return notes_on_scores(tmp_path, ("score",), rows)
+
+    (note,) = notes(("=0", 1), ("", 1))
+    assert note.startswith("30 rows vary as others do, but are intact by an empty cell: ")
+    for kinds in ([("=1", 1)], [("=1", 1), ("=0.5", 1.2)]):
+        (note,) = notes(*kinds)
+        assert note == "30 rows vary as others do, but are intact by level 1: write A or A=0"
+    (note,) = notes(("=30", 1), ("=100", 1))
+    assert note == "all levels are above 1, up to 100: of 30 %, the level is 0.3"
+    for kinds in (
+        [("=0", 1), ("", 0.3)],
+        [("=0.5", 1), ("=1", 0)],
+        [("=3", 1), ("=2", 1)],  # activations
+        [("=30", 1), ("=0.3", 1)],
+    ):
+        assert notes(*kinds) == []
 
 
 def test_what_does_not_suit_the_training_rows_is_noted(monkeypatch):

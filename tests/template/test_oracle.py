@@ -360,7 +360,8 @@ def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
 def expected_clusters(oracle: Oracle) -> list[list[int]]:
     """Returns the numbers of each test row's bootstrap clusters.
 
-    These are its set or, of its nodes that are unseen for a score of it, the two of the most rows.
+    These are its set of nodes or, of those that are unseen for a score of it, the two of the most
+    rows.
     """
     is_test = oracle.split == 2
     num_lacking = oracle.present.astype(int) @ ~oracle.seen.T  # scores of the row, [n, N]
@@ -368,8 +369,8 @@ def expected_clusters(oracle: Oracle) -> list[list[int]]:
     num_rows = is_unseen.sum(axis=0)
     number = {}
     clusters = []
-    for level, row in zip(oracle.level[is_test], is_unseen, strict=True):
-        keys = sorted(np.flatnonzero(row), key=lambda node: -num_rows[node])[:2] or [tuple(level)]
+    for nodes, row in zip(oracle.perturbs[is_test], is_unseen, strict=True):
+        keys = sorted(np.flatnonzero(row), key=lambda node: -num_rows[node])[:2] or [tuple(nodes)]
         numbers = [number.setdefault(key, len(number)) for key in keys]
         clusters.append([*numbers, -1][:2])
     return clusters

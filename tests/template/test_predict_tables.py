@@ -9,6 +9,7 @@ from typing import BinaryIO
 import pytest
 import torch
 
+from data import load
 from data_cells import Rows
 from data_tables import OF_GRAPH, Tables
 from ddp_setup import DDPConfig, Distributed
@@ -22,9 +23,12 @@ from predict_tables import (
     tables_of_graph,
     training_range,
 )
+from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
+from tests.template.tables import sets_of
+from train import read_config
 
 
 # ---- The graph of a run --------------------------------------------------------------------------
@@ -120,6 +124,7 @@ def test_the_range_is_that_of_training_rows_with_a_score():
     tables = replace(tables, genes=list("abcd"), split=split)
     found = training_range(tables)
     assert found.pop("seen").tolist() == [True, False, True, False]
+    assert found.pop("sets").equal(tables.set_code(tables.name_code())[:2].unique())
     assert found == {"lowest": 0.2, "highest": 1.0, "largest": 2}
 
     sets = [{0: 0.2}, {1: 0.5}, {0: 0.1}, {2: 1.1}, {0: 0.5, 2: 0.5, 1: 0.5}, {0: 0.5, 2: 0.5}]
@@ -173,6 +178,42 @@ def test_predictions_of_what_training_lacks_are_counted(trained, notes, tmp_path
     assert notes(nproc, "runs/a", "runs/b") == found[1:]
     hide(second, 29)
     assert notes(nproc, "runs/a", "runs/b", "--explain", "2") == found
+
+
+@pytest.mark.parametrize("split", ["nodes", "random"])
+def test_rows_and_nodes_that_a_checkpoint_knows_but_a_run_tests_are_counted(
+    trained, tables, tmp_path, monkeypatch, split
+):
+    """Also on a graph with another node before the others."""
+    monkeypatch.chdir(tmp_path)
+    tables = [*tables, f"data.split={split}", "data.cache_dir="]
+    trained(*tables, "data.fold=0/3")
+    file = "runs/default/checkpoints/best.pt"
+
+    def task(*options: str) -> KnockoutTask:
+        config = read_config([*tables, f"run.init={file}", *options])
+        return KnockoutTask.from_tables(load(config.data), config)
+
+    (tmp_path / "more.tsv").write_text((tmp_path / "edges.tsv").read_text() + "A\tA\tloop\n")
+    first = task("data.fold=0/3").tables
+    names = [frozenset(first.genes[node] for node in nodes) for nodes in sets_of(first)]
+    known = {names[row] for row in first.rows("train").tolist()}
+    seen = frozenset().union(*known)
+    for options in (["data.fold=1/3"], ["data.fold=2/3", "data.edges=more.tsv"]):
+        second = task(*options)
+        tested = [names[row] for row in second.rows("test").tolist()]
+        own = frozenset().union(*(names[row] for row in second.rows("train").tolist()))
+        num_rows = sum(nodes in known for nodes in tested)
+        num_nodes = len((frozenset().union(*tested) - own) & seen)
+        assert num_rows > 0 and (num_nodes > 0) == (split == "nodes")
+        (note,) = [note for note in second.notes() if file in note]
+        assert f"trained on the nodes of {num_rows} of {len(tested)} test rows, and on " in note
+        assert f" on {num_nodes} nodes that only test rows have here" in note
+    same = task("data.fold=0/3", "data.batch_size=7")
+    assert not [note for note in same.notes() if file in note]
+    (tmp_path / "runs/default/graph.pt").unlink()
+    (note,) = [note for note in same.notes() if file in note]
+    assert note == f"{file}: whether it was trained on test rows, no graph.pt beside it tells"
 
 
 # ---- A growing table -----------------------------------------------------------------------------
