@@ -115,7 +115,8 @@ def zero_a_block(path: Path) -> None:
     The file keeps its size, as after a crash of a disk, and torch reads it without a word.
     """
     with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+    largest = max(tensors, key=lambda entry: entry.file_size)
     with path.open("r+b") as file:
         file.seek(largest.header_offset + 26)  # the sizes of the two last fields of its header
         sizes = struct.unpack("<HH", file.read(4))
