@@ -123,7 +123,7 @@ def test_the_example_of_runs(run, command, tmp_path):
     assert run_page(page, command, tmp_path) == 1
     (of_folds,) = [block.text for block in blocks(page, "bash") if "data.fold" in block.text]
     text = of_folds.replace("train.py", "train.py optim.epochs=1 model.readout=local")
-    printed = run(["bash", "-c", text], PATH=PATH, **WITHOUT_GPU).check().stdout
+    printed = run(["bash", "-c", text], timeout=500, PATH=PATH, **WITHOUT_GPU).check().stdout
     assert "\n5 runs of 5 folds, each named by its first run: rows 6,000, scores 1\n" in printed
     command(0, tmp_path / "analyse.py", "runs/short").check()
 
