@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_convert
 
+from ddp_ends import StopRequest
+
 
 class StepSampler(DistributedSampler):
     """Batch sampler that yields this rank's rows of each micro-batch, as a list.
@@ -81,7 +83,7 @@ def _start_worker(worker_id: int) -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
     # torchrun signals workers, too, but their rank stops them.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in StopRequest.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

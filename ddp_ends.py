@@ -39,7 +39,8 @@ class StopTraining(Exception):
 class StopRequest:
     """Notices a request to stop: a signal, a STOP file, or the exit of this process's torchrun."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    SIGNALS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # of schedulers, before a limit
     REASONS = ("", "STOP file", "torchrun exited", *(number.name for number in SIGNALS))
 
     def __init__(self, file: Path):

@@ -48,7 +48,7 @@ set_up_batch_job() {
   export STOP_FILE=$PWD/slurm-$job.stop # once it exists, all ranks stop at the same step and save
   rm -f "$STOP_FILE"
   stop_requested=no
-  trap 'stop_requested=yes; touch "$STOP_FILE"' USR1
+  trap 'stop_requested=yes; touch "$STOP_FILE"' USR1 USR2 XCPU
   trap : TERM # SLURM signals the processes, too; this shell waits for them
   here=$(scontrol show job "$job" | sed -n 's|^ *Command=\(.*\)/launch\.sh.*|\1|p')
   [ -f "$here/train.py" ] || die "sbatch must be given launch.sh by its own name, beside train.py"
@@ -91,7 +91,7 @@ run_tests() {
   modules+=" pytest ruff xdist"
   choose_python requirements-dev.txt
   cd "$here"
-  exec "$python" -m pytest -c pyproject.toml -p tests.options \
+  exec "$python" -m pytest -c pyproject.toml -p tests.options -p xdist.plugin \
     -n auto --dist loadfile --no-loadscope-reorder "$@"
 }
 
@@ -152,7 +152,8 @@ start_job_step() { # one launch.sh per node; in a batch script, end or requeue t
 }
 
 set_up_torchrun() {
-  local threads processes=${NPROC:-$((gpus > 0 ? gpus : 2))} signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
+  local threads processes=${NPROC:-$((gpus > 0 ? gpus : 2))} signals
+  signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU
   if [ -z "$(trap -p HUP)" ]; then signals+=,SIGHUP; fi # under nohup, it stays ignored
   [[ $processes =~ ^[1-9][0-9]*$ ]] ||
     die "NPROC=$processes is not a number of processes: unset it for one per GPU, or 2 on the CPU"

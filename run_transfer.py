@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from errors import UserError
 from run_checkpoint import Origin
 
 log = logging.getLogger("run_transfer")
@@ -70,6 +71,9 @@ def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Ori
             continue
         counts = copy_entries(names, parameter.data, saved, origin, checkpoint)
         taken.append(" of ".join([name, *counts]))
+    if not taken:
+        problem = "has no parameter of a name and shape as here: set model.* as that run has them"
+        raise UserError(f"run.init: {checkpoint['file']} {problem}")
     names_taken = ", ".join(taken)
     names_left = ", ".join(left)
     log.info(f"init      from {checkpoint['file']}: {names_taken}; not from it: {names_left}")

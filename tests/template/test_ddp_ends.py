@@ -17,9 +17,10 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
             assert StopRequest.REASONS[stop.code()] == "STOP file"
             (tmp_path / name).unlink()
             assert stop.code()  # a request cannot be withdrawn
-    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert StopRequest.REASONS[stop.code()] == "SIGUSR1"
+    for name in ("SIGUSR1", "SIGUSR2", "SIGXCPU"):
+        with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+            os.kill(os.getpid(), signal.Signals[name])
+            assert StopRequest.REASONS[stop.code()] == name
 
 
 def test_an_empty_stop_file_is_none(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 
 from config import Config
 from data_tables import Tables
+from errors import UserError
 from losses import LOSSES, Squared
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig
@@ -103,6 +104,14 @@ def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(
     assert line in result.stdout
     assert "encoder.norm.bias" in not_taken
     assert "encoder.layers.1.gate, encoder.layers.1.norm.weight" in not_taken
+
+
+def test_a_run_from_which_nothing_can_be_taken_is_refused():
+    checkpoint = {"model": {"weight": torch.zeros(2, 3), "gone": torch.zeros(1)}, "file": "best.pt"}
+    origin = Origin(config={}, data="")
+    with pytest.raises(UserError, match=r"^run.init: best.pt has no parameter of a name and shape"):
+        take_parameters(torch.nn.Linear(2, 3, bias=False), checkpoint, origin)
+    take_parameters(torch.nn.Linear(3, 2, bias=False), checkpoint, origin)
 
 
 SHARED = {  # name of a parameter: what its entries are for, by dimension
