@@ -30,6 +30,27 @@ def test_the_file_of_the_contract_may_follow_a_space(run, tmp_path, active_path)
     assert "unknown option data.split_sed: did you mean data.split_seed?" in result.stdout
 
 
+def test_a_broken_plugin_of_pytest_stops_no_test(run, tmp_path, active_path):
+    copy = copy_template(tmp_path / "copy")
+    (tmp_path / "foreign-1.dist-info").mkdir()
+    (tmp_path / "foreign-1.dist-info/METADATA").write_text("Name: foreign\nVersion: 1\n")
+    (tmp_path / "foreign-1.dist-info/entry_points.txt").write_text("[pytest11]\nx = foreign\n")
+    (tmp_path / "foreign.py").write_text("raise ImportError('broken')\n")
+    variables = {"PATH": active_path, "PYTHONPATH": str(tmp_path)}
+    words = ["tests/template/test_ddp_ends.py", "-q"]
+    assert "3 passed" in run([copy / "launch.sh", "test", *words], **variables).check().stdout
+    by_hand = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-p", "tests.options"]
+    command = f"cd {copy} && {' '.join(by_hand + words)}"
+    assert "3 passed" in run(["bash", "-c", command], **variables).check().stdout
+
+
+def test_pip_says_that_the_project_is_used_where_it_lies(run, tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    result = run([sys.executable, "-m", "pip", "install", "--no-deps", "-e", str(tmp_path)])
+    assert result.returncode == 1
+    assert "this project is used where it lies, not to be installed" in result.stderr
+
+
 def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
     answers = f"""case $1 in
@@ -240,7 +261,8 @@ def test_under_nohup_torchrun_leaves_the_end_of_the_terminal_alone(run, place, i
     command = [shutil.which("bash"), "-c", f"{trap}exec bash copy/launch.sh"]
     result = run(command, timeout=20, PATH=str(place / "bin")).check()
     assert ("SIGHUP" in result.stdout) != ignores
-    assert "--signals-to-handle=SIGTERM,SIGINT" in result.stdout
+    expected = "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
+    assert expected in result.stdout
 
 
 def test_a_failure_of_a_step_before_torchrun_ends_it(launch, place):
