@@ -30,7 +30,7 @@ import yaml
 
 from data import DataConfig
 from ddp_setup import DDPConfig, Distributed, run
-from errors import UserError
+from errors import UserError, reason_of
 from model import ModelConfig
 from optim import OptimConfig
 from run_folder import CheckpointConfig, LogConfig, RunConfig, warnings_so_far
@@ -40,6 +40,10 @@ DEFAULTS = Path(__file__).with_name("config.yaml")
 PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
 NO_PATH = ("null", "~", "None")  # which people write for no file
 MOST = 2**63 - 1  # of a number
+ONE_WORD = (
+    "write an option as one word, such as optim.lr=0.1, and in quotes if it has blanks, brackets "
+    "or braces, such as 'data.scores=[a, b]'"
+)
 NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
 
@@ -108,7 +112,8 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        is_option = re.search(r"-\w+\.\w", message)  # --optim.lr=0.1
+        raise UserError(f"{message}: {ONE_WORD}" if is_option else message)
 
 
 def all_options_text() -> str:
@@ -131,7 +136,7 @@ def run_command(
         problem = None
         try:
             settings = read_settings(arguments)
-        except UserError as error:
+        except (UserError, OSError) as error:
             problem = error
         except SystemExit:  # after --help
             return 0
@@ -204,7 +209,15 @@ def override(
     options: Mapping[str, Any], overrides: Sequence[str], sources: Sequence[str]
 ) -> Config:
     """Returns options as `Config`, overridden by a command line; raises `UserError`."""
-    given = dict(map(parse_override, overrides))
+    for word in overrides:
+        if not re.match(r"[^\s=]+=", word):
+            raise UserError(f"{word!r} is not section.key=value: {ONE_WORD}")
+    given = {}
+    for word in overrides:
+        key, value = parse_override(word)
+        if key in given:
+            log.info(f"options   {key} stands twice, the last counts: quote what has braces")
+        given[key] = value
     places = [*sources, "the command line"] if overrides else sources
     config = compose({**options, **given})
     log.info(f"options   {', then '.join(places)}")
@@ -241,13 +254,11 @@ def read_options(path: str | Path) -> dict[str, Any]:
 
 def parse_override(text: str) -> tuple[str, Any]:
     """Returns key and value of `section.key=value`; raises `UserError`."""
-    key, sign, value = text.partition("=")
+    key, _, value = text.partition("=")
     check_names([key])
     option = all_options()[key]
     kinds = types_of(option)
     if kinds == (str,):
-        if not sign:
-            raise UserError(f"{key} has no value: write {key}=...")
         is_none = option.metadata.get("path") and value in NO_PATH
         return key, None if is_none else value
     with explain_yaml_errors(text):
@@ -296,7 +307,7 @@ def explain_yaml_errors(source: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(reason_of(error).split())
         raise UserError(f"cannot read the configuration {source}: {reason}") from None
 
 

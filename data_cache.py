@@ -29,7 +29,7 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
     into memory, which the processes of a machine share.
     """
     path = cache_file(cache_dir, kind, key)
-    if not path.exists():
+    if not os.path.exists(path):
         log.info(f"cache     making {path}")
     with contextlib.ExitStack() as stack:
         failure = None
@@ -39,7 +39,7 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:  # what is there can be read, but two might write at once
             failure = error
-        if path.exists():
+        if os.path.exists(path):  # which is also false in a folder that one may not enter
             try:
                 return load_file(path, mmap=True)
             except Exception as error:  # a damaged file fails in many ways

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import DataError
+from errors import DataError, reason_of
 from run_progress import progress_bar
 
 SPLITS = ("train", "val", "test")
@@ -219,7 +219,7 @@ def check_is_no_pipe(path: str) -> None:
 
 def unreadable(path: str, error: Exception) -> DataError:
     """Returns the error for a file that cannot be read, which says where a missing one was."""
-    text = f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+    text = f"cannot read {path}: {reason_of(error)}"
     if isinstance(error, FileNotFoundError) and not os.path.isabs(path):
         text += f" in {os.getcwd()}, the working folder, from which all paths count"
     return DataError(text)
@@ -276,8 +276,10 @@ def read_header(
     names = [name for name in header if name]
     if names[: len(first)] != list(first):
         text = "\t".join(header)
-        expected = "\t".join(first)
-        raise DataError(f"{path}:1: the header is {text!r:.60}: begin with {expected!r}")
+        advice = f"begin with {', '.join(map(repr, first))}"
+        if len(header) == 1:
+            advice += ", with cells separated by tabs, not commas, semicolons or blanks"
+        raise DataError(f"{path}:1: the header is {text!r:.60}: {advice}")
     return header
 
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddp_ends import Heartbeat, StopRequest, explain_failure, log_and_print, tell_torchrun
-from errors import UserError
+from errors import UserError, reason_of
 from parts import optional
 
 log = logging.getLogger("ddp_setup")
@@ -187,7 +187,8 @@ class Distributed:
     def sync_errors(self, phase: str = "set-up") -> Iterator[None]:
         """If the block raises `UserError` on any rank, every rank raises that of the lowest one.
 
-        The block must hold no collective, nor another such block, or an `AssertionError` ends it.
+        An `OSError` that names a file becomes one. The block must hold no collective, nor another
+        such block, or an `AssertionError` ends it.
         """
         problem = None
         is_within = self.syncs_errors
@@ -197,6 +198,10 @@ class Distributed:
                 yield
         except UserError as error:
             problem = error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            problem = UserError(f"cannot use {error.filename}: {reason_of(error)}")
         finally:
             self.syncs_errors = is_within
         ranks_left = torch.tensor(self.world_size - self.rank if problem else 0)
@@ -368,7 +373,7 @@ def choose_device(ddp: Distributed) -> torch.device:
         raise UserError(
             f"{ddp.local_world_size} processes on {platform.node()} but {visible} GPUs, "
             f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use, "
-            "or CUDA_VISIBLE_DEVICES= to run on the CPU"
+            "or, to run on the CPU, CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'"
         )
     return torch.device("cuda", chosen[ddp.local_rank])
 
@@ -404,7 +409,7 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(ddp: Distributed) -> str:
-    """Returns a line for each rank, and up to two notes on this rank's machine; a collective."""
+    """Returns a line for each rank, and notes on this rank's machine; a collective."""
     device = str(ddp.device)
     if ddp.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ddp.device)
@@ -419,6 +424,8 @@ def describe(ddp: Distributed) -> str:
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
     lines = ddp.gather(line)
+    if ddp.config.sync_batchnorm and not ddp.is_distributed:
+        lines.append("note      ddp.sync_batchnorm=true changes nothing without torchrun")
     threads = optional("ddp_threads")
     if ddp.device.type == "cpu" and threads is not None:
         lines.append(threads.load_note(torch.get_num_threads(), ddp.local_world_size))

@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from errors import RunError, UserError
+from errors import RunError, UserError, reason_of
 
 log = logging.getLogger("run_checkpoint")
 NEEDED = ("model", "optimizer", "scaler", "step", "config", "data")  # entries of any checkpoint
@@ -131,11 +131,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         state = load_file(path)
         return {**state, **{name: state[name] for name in NEEDED}, "file": str(path)}
-    except FileNotFoundError as error:
-        problem = f"is not a readable checkpoint ({type(error).__name__}): there is no such file"
-        raise UserError(f"{path} {problem} or folder") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder: name a file in its folder checkpoints") from None
+    except OSError as error:
+        problem = f"is not a readable checkpoint ({type(error).__name__}): {reason_of(error)}"
+        raise UserError(f"{path} {problem}") from None
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
 
@@ -224,9 +224,8 @@ def explain_write_errors(
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
         raise kind(
-            f"cannot write {path}: {reason}; fix that or {advice}, and start again"
+            f"cannot write {path}: {reason_of(error)}; fix that or {advice}, and start again"
         ) from None
 
 

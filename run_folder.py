@@ -58,6 +58,9 @@ class RunConfig:
         if {"", ".", ".."} & set(self.name.split("/")):
             problem = "no relative path such as a/b, with neither empty parts nor . or .."
             raise ValueError(f"run.name={self.name!r} is {problem}")
+        if self.name.startswith(f"{Path(self.dir).name}/"):
+            problem = f"would be {self.dir}/{self.name}: leave out the folder, which is run.dir"
+            raise ValueError(f"run.name={self.name} {problem}")
         if not self.resume:
             raise ValueError("run.resume is empty: write auto, or name a checkpoint file")
 

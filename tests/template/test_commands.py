@@ -1,8 +1,10 @@
 """The commands as functions: what `main` returns, prints, and leaves of a process as it was."""
 
+import builtins
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import logging
 import os
@@ -150,6 +152,50 @@ def test_what_is_wrong_is_one_sentence(train_here, capsys):
         assert capsys.readouterr().err == expected
         assert analyse.main(["runs/none"]) == 2
         assert capsys.readouterr().err.startswith("error: there is no run folder runs/none: ")
+
+
+def test_files_in_a_folder_that_one_may_not_enter_are_a_sentence(
+    train_here, tables, capsys, monkeypatch
+):
+    def refused(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(path: Any, *arguments: Any, **options: Any) -> Any:
+            if "theirs" in str(path):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *arguments, **options)
+
+        return checked
+
+    for name in ("stat", "mkdir", "open"):
+        monkeypatch.setattr(os, name, refused(getattr(os, name)))
+    monkeypatch.setattr(builtins, "open", refused(open))
+    monkeypatch.setattr(io, "open", builtins.open)
+    both = ("data.edges=theirs/e.tsv", "data.perturbations=theirs/s.tsv")
+    resumed = "run.resume=theirs/best.pt"
+    for words in (both, ["run.dir=theirs/runs"], [resumed], ["--config", "theirs/mine.yaml"]):
+        assert train_here(*words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert "theirs" in error and "Permission denied" in error
+    assert train_here("data.cache_dir=theirs/cache") == 0
+    assert "cannot be written: [Errno 13] Permission denied" in capsys.readouterr().out
+    for words in (["scores.tsv", "theirs/run"], ["theirs/scores.tsv", "runs/default"]):
+        assert predict.main(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: cannot use theirs/") and error.endswith("denied\n")
+
+
+def test_a_link_that_leads_nowhere_is_named(train_here, capsys):
+    os.symlink("gone", "link")
+    for words in (
+        ["data.edges=link", "data.perturbations=link"],
+        ["data.edges=link/edges.tsv", "data.perturbations=link/scores.tsv"],
+        ["run.dir=link"],
+        ["run.resume=link"],
+        ["--config", "link"],
+    ):
+        assert train_here(*words) == 2
+        expected = "link is a link to gone, where nothing can be reached"
+        assert expected in capsys.readouterr().err
 
 
 def test_a_run_that_has_failed_can_be_started_again(train_here, capsys, monkeypatch):

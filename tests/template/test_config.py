@@ -320,7 +320,10 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
     [
         ("optim.lrr=1", "unknown option optim.lrr: did you mean optim.lr?"),
         ("lr=1", "unknown option lr: did you mean optim.lr?"),
-        ("run.name", "run.name has no value: write run.name=..."),
+        ("run.name", f"'run.name' is not section.key=value: {config.ONE_WORD}"),
+        ("optim.lr = 0.1", f"'optim.lr = 0.1' is not section.key=value: {config.ONE_WORD}"),
+        ("--optim.lr=0.1", f"unrecognized arguments: --optim.lr=0.1: {config.ONE_WORD}"),
+        ("run.name=runs/a", "run.name=runs/a would be runs/runs/a: leave out the folder"),
         ("run.name=", "run.name='' is no relative path such as a/b"),
         ("run.name=..", "run.name='..' is no relative path such as a/b"),
         ("run.name=a/../b", "run.name='a/../b' is no relative path such as a/b"),
@@ -329,7 +332,6 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("run.name=./a", "run.name='./a' is no relative path such as a/b"),
         ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
-        ("optim.lr", "optim.lr must be float >= 0, not None"),
         (
             "optim.lr_mult={embedding: -1}",
             "optim.lr_mult: embedding: -1 is no part of a name and a number without quotes",
@@ -380,7 +382,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("--config=", "cannot read the configuration"),
         (
             "--config=no.yaml",
-            "cannot read the configuration no.yaml: [Errno 2] No such file or directory",
+            "cannot read the configuration no.yaml: No such file or directory",
         ),
         ("data.undirected=1", "data.undirected must be bool, not 1"),
         ("ddp.device_ids=0", "ddp.device_ids must be"),
@@ -416,6 +418,30 @@ def test_a_wrong_argument_gives_a_one_line_error(argument, message):
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.status == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["optim.lr", "=", "0.1"], "'optim.lr'"),
+        (["optim.lr=", "0.1"], "'0.1'"),
+        (["data.scores=[growth,", "size]"], "'size]'"),
+        (["optim.lr_mult={embedding:", "0}"], "'0}'"),
+    ],
+)
+def test_an_option_that_a_shell_has_split_is_named_with_what_to_write(words, wrong):
+    with pytest.raises(UserError) as caught:
+        load(*words)
+    assert str(caught.value) == f"{wrong} is not section.key=value: {config.ONE_WORD}"
+
+
+def test_an_option_that_stands_twice_is_noted(caplog):
+    """As a shell makes of braces without quotes; it may be a script's, overridden by `"$@"`."""
+    caplog.set_level("INFO", logger="config")
+    assert load("model.hidden=8", "optim.lr=1", "model.hidden=16").model.hidden == 16
+    assert [text for text in caplog.messages if "twice" in text] == [
+        "options   model.hidden stands twice, the last counts: quote what has braces"
+    ]
 
 
 @pytest.mark.parametrize("other", ["run.resume=b.pt", "ddp.options={init_sync: false}"])
@@ -534,7 +560,7 @@ def test_options_that_are_not_counts_accept_zero():
         ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim stands twice"),
         ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr stands twice"),
         ("[" * 1000, "cannot read the configuration {path}: "),
-        (None, "cannot read the configuration {path}: [Errno 2] No such file or directory"),
+        (None, "cannot read the configuration {path}: No such file or directory"),
     ],
 )
 def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):

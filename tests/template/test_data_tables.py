@@ -59,7 +59,13 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
             [("source", "target")],
             SCORES,
             r"edges.tsv:1: the header is 'source\\ttarget': begin with "
-            r"'source\\ttarget\\trelation'",
+            r"'source', 'target', 'relation'$",
+        ),
+        (
+            EDGES,
+            [("genes,score",), ("a,1",)],
+            "scores.tsv:1: the header is 'genes,score': begin with 'genes', with cells separated "
+            "by tabs, not commas, semicolons or blanks$",
         ),
         (EDGES[:1], SCORES, "edges.tsv: no rows below the header"),
         ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),

@@ -27,6 +27,17 @@ ON_FOUR_RANKS = (
 )
 
 
+def test_batchnorm_over_the_ranks_of_one_process_is_noted():
+    note = "note      ddp.sync_batchnorm=true changes nothing without torchrun"
+    assert note in ddp_setup.describe(Distributed(DDPConfig(sync_batchnorm=True)))
+    assert note not in ddp_setup.describe(Distributed(DDPConfig()))
+
+
+def test_an_error_of_the_system_that_names_no_file_keeps_its_traceback():
+    with pytest.raises(ConnectionError), Distributed(DDPConfig()).sync_errors():
+        raise ConnectionError(111, "Connection refused")
+
+
 @pytest.fixture(scope="session")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
     """four_ranks(name) asserts that a function of workers.py has ended on each of four ranks.

@@ -363,7 +363,8 @@ def too_few_gpus() -> None:
     refused(
         DDPConfig(device_ids=chosen),
         "2 processes on",
-        "ddp.device_ids=[0]: set --nproc_per_node to the number of",
+        "ddp.device_ids=[0]: set --nproc_per_node to the number of GPUs to use, or, to run on the "
+        "CPU, CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'",
     )
 
 

@@ -13,7 +13,7 @@ WRONG_INPUT = [
     (["--lr=1"], "unrecognized arguments: --lr=1"),
     (
         ["--config", "missing.yaml"],
-        "cannot read the configuration missing.yaml: [Errno 2] No such file or directory",
+        "cannot read the configuration missing.yaml: No such file or directory",
     ),
     (
         ["ddp.options={bucket_cap: 1}"],
