@@ -100,7 +100,8 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
         basis = basis_of(replace(tables, y=tables.y[:, of_kind]))
         blocks += [(basis, targets) for targets in of_kind.split(TARGETS_AT_ONCE)]
     fits = []
-    for basis, targets in progress_bar(blocks, f"fitting {TARGETS_AT_ONCE} baselines at once"):
+    title = f"fitting the baseline, {TARGETS_AT_ONCE} scores at once"
+    for basis, targets in progress_bar(blocks, title):
         fit = fit_targets(replace(tables, y=tables.y[:, targets]), basis, loss, is_combined)
         fits.append(fit.in_basis(basis_of(tables)))
     return join_targets(fits, torch.cat([targets for _, targets in blocks]))
