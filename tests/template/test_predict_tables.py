@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data import load
-from data_cells import Rows
+from data_cells import SPLITS, Rows
 from data_tables import OF_GRAPH, Tables
 from ddp_setup import DDPConfig, Distributed
 from errors import DataError, UserError
@@ -19,6 +19,7 @@ from predict_tables import (
     chunk_of,
     fields_of_graph,
     is_beyond,
+    notes_on_leaks,
     read_sets,
     tables_of_graph,
     training_range,
@@ -211,6 +212,9 @@ def test_rows_and_nodes_that_a_checkpoint_knows_but_a_run_tests_are_counted(
         assert f" on {num_nodes} nodes that only test rows have here" in note
     same = task("data.fold=0/3", "data.batch_size=7")
     assert not [note for note in same.notes() if file in note]
+    twins = replace(same.tables, split=torch.full_like(same.tables.split, SPLITS.index("test")))
+    assert not list(notes_on_leaks(file, twins, same.fingerprint))
+    assert list(notes_on_leaks(file, twins, second.fingerprint))
     (tmp_path / "runs/default/graph.pt").unlink()
     (note,) = [note for note in same.notes() if file in note]
     assert note == f"{file}: whether it was trained on test rows, no graph.pt beside it tells"
