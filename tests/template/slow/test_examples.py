@@ -179,7 +179,8 @@ def test_the_example_of_adapting(run, command, tmp_path):
     (test,) = [row for row in rows if row["kind"] == "test"]
     assert test["loss"] == pytest.approx(absolute / best["std"].item(), rel=1e-5)
     refused = command(0, tmp_path / "train.py", "optim.momentum=2")
-    assert refused.returncode == 2 and "optim.momentum must be float >= 0 <= 1" in refused.stderr
+    assert refused.returncode == 2
+    assert "optim.momentum must be float >= 0 and <= 1" in refused.stderr
 
 
 def apply_edit(copy: Path, text: str) -> None:
