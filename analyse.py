@@ -27,6 +27,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -35,6 +36,7 @@ from typing import Any
 
 # As in train.py.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of PyG's import
 
 import torch
 

@@ -210,15 +210,18 @@ class Distributed:
             raise self.broadcast(problem, self.world_size - most)
 
     def check_equal(self, values: dict[str, Any]) -> None:
-        """Raises `UserError` on every rank, naming rank and key, if a value is not rank 0's."""
-        first = self.broadcast(values)
-        with self.sync_errors():
-            for name, value in first.items():
-                own = values.get(name, value)  # who reads a cache loads fewer modules
-                if own != value:
+        """Raises `UserError` on every rank, naming ranks and key, if two have other values of it.
+
+        Not all need have a key: a rank that reads a cache loads fewer modules.
+        """
+        first = {}  # the first rank that has the key, and its value
+        for rank, others in enumerate(self.gather(values)):
+            for name, value in others.items():
+                first_rank, first_value = first.setdefault(name, (rank, value))
+                if value != first_value:
                     raise UserError(
-                        f"{name} differs between ranks: {own} on rank {self.rank}, "
-                        f"{value} on rank 0"
+                        f"{name} differs between ranks: {value} on rank {rank}, "
+                        f"{first_value} on rank {first_rank}"
                     )
 
     def close(self) -> None:
@@ -404,7 +407,7 @@ def library_versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
+        "CUDA": torch.version.cuda or torch.version.hip,
     }
 
 
@@ -427,6 +430,9 @@ def describe(ddp: Distributed) -> str:
     if ddp.config.sync_batchnorm and not ddp.is_distributed:
         lines.append("note      ddp.sync_batchnorm=true changes nothing without torchrun")
     threads = optional("ddp_threads")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if ddp.device.type == "cpu" and accelerator is not None:
+        lines.append(f"note      {accelerator.type} is not used, as only CUDA and ROCm are")
     if ddp.device.type == "cpu" and threads is not None:
         lines.append(threads.load_note(torch.get_num_threads(), ddp.local_world_size))
         lines.append(threads.unseen_gpus_note(torch.__version__))

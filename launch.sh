@@ -62,10 +62,12 @@ choose_python() { # and if none has the modules, install the requirements $1
   install "$1" 9<"$here/$1" # opened to be locked
 }
 
-has_modules() { # torch of a version that the code can use, and if so, sets `gpus` to their number
+has_modules() { # torch and PyG of versions that the code can use, and if so, sets `gpus` to their number
   gpus=$("$python" -c "import torch, sys, importlib.util as u
+from importlib.metadata import version
 if not all(map(u.find_spec, '$modules'.split())): sys.exit(1)
-if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 8): sys.exit(1)
+for package, least in (('torch', (2, 8)), ('torch_geometric', (2, 6))):
+  if tuple(map(int, version(package).split('.')[:2])) < least: sys.exit(1)
 print(torch.cuda.device_count())" 2>/dev/null)
 }
 

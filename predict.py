@@ -27,6 +27,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from typing import Any
 # As in train.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of PyG's import
 
 import torch
 

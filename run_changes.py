@@ -6,6 +6,7 @@ it with theirs, and ranks compare theirs with each other.
 
 import hashlib
 import logging
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from parts import FOLDER
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
+VERSION = re.compile(r"^(python|torch|CUDA|torch-geometric|numpy): (.*)", re.M)  # environment.txt
 # How the names of files begin that decide no numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
@@ -49,6 +51,21 @@ def compare_steps(
             "go back to that, raise optim.epochs or optim.patience, or set another run.name"
         )
     log.warning(f"note      the {state.step} steps so far were made with {made_with}")
+
+
+def note_other_versions(earlier: str, this_start: str) -> None:
+    """Logs which versions of this start are others than those of the last one in environment.txt.
+
+    They may change the last digits of what follows.
+    """
+    of_last = dict(VERSION.findall(earlier))
+    changed = [
+        f"{name} {of_last[name]}"
+        for name, version in VERSION.findall(this_start)
+        if version != of_last.get(name, version)
+    ]
+    if changed:
+        log.warning(f"note      this run was last started with {', '.join(changed)}")
 
 
 def code_of_steps() -> dict[str, str]:

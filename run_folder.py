@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ddp_setup import Distributed, describe
+from ddp_setup import Distributed, describe, library_versions
 from errors import RunError, UserError
 from metrics import first_metric
 from parts import optional
@@ -227,7 +227,7 @@ class RunFolder:
                 self._log_to_file()
                 return
             write_atomically(self.path / "config.yaml", [self.config.text()])
-            write_atomically(self.path / "environment.txt", [environment(self.ddp.command, ranks)])
+            self._add_environment(ranks)
             if not state.is_trained(self.config.optim, steps_per_epoch):
                 for name in ("test.tsv", "test.json", "test.svg"):  # of an earlier end
                     (self.path / name).unlink(missing_ok=True)
@@ -255,6 +255,16 @@ class RunFolder:
             if not self.step_files():  # or the next start would go on from best.pt
                 save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
             save_atomically(path, best)
+
+    def _add_environment(self, ranks: str) -> None:
+        """Adds this start to environment.txt, and notes versions that its last start had not."""
+        path = self.path / "environment.txt"
+        earlier = path.read_text("utf-8") if path.exists() else ""
+        this_start = environment(self.ddp.command, ranks)
+        write_atomically(path, [earlier, this_start])
+        changes = optional("run_changes")
+        if changes is not None:
+            changes.note_other_versions(earlier, this_start)
 
     def _open_metrics(self, state: TrainState) -> None:
         """Opens metrics.jsonl without the rows that the run will repeat."""
@@ -444,11 +454,12 @@ def environment(command: list[str], ranks: str) -> str:
     others = "unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE"  # set where a hook of git trains
     describe_here = f"git -C {folder} describe --always --dirty --abbrev=40"
     commit = subprocess.getoutput(f"{others}; {describe_here}")
-    packages = ("torch", "torch-geometric", "pyyaml", "tqdm")
+    packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")
+    versions = library_versions() | {name: version(name) for name in packages}
     lines = [
         f"command: {shlex.join([sys.executable, *command])}",
         f"git commit: {commit}",
-        *(f"{name}: {version(name)}" for name in packages),
+        *(f"{name}: {number}" for name, number in versions.items()),
         ranks,
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n"

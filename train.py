@@ -19,6 +19,7 @@ import resource
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 # The first folder, also where PYTHONSAFEPATH is set: others may have modules of these names.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of PyG's import
 
 import torch
 from torch import Tensor, nn

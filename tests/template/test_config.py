@@ -257,7 +257,7 @@ def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
         ("most=9", "optim.most must be int <= 8, not 9"),
         ("pair=[1, 2]", "optim.pair has the type <class 'tuple'>, which no option can have"),
         ("pairs=[1, 2]", "optim.pairs has the type tuple[int, int], which no option can have"),
-        ("path=a", "optim.path has the type <class 'pathlib.Path'>, which no option can have"),
+        ("path=a", f"optim.path has the type {Path}, which no option can have"),
         ("cup=1", "unknown option optim.cup: did you mean optim.cap?"),
     ],
 )

@@ -33,6 +33,13 @@ def test_batchnorm_over_the_ranks_of_one_process_is_noted():
     assert note not in ddp_setup.describe(Distributed(DDPConfig()))
 
 
+def test_a_device_that_is_not_used_is_noted(monkeypatch):
+    mps = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: mps)
+    note = "note      mps is not used, as only CUDA and ROCm are"
+    assert note in ddp_setup.describe(Distributed(DDPConfig()))
+
+
 def test_an_error_of_the_system_that_names_no_file_keeps_its_traceback():
     with pytest.raises(ConnectionError), Distributed(DDPConfig()).sync_errors():
         raise ConnectionError(111, "Connection refused")

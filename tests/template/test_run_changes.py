@@ -128,11 +128,16 @@ def test_a_finished_run_of_a_copy_that_was_edited_since_is_refused(train, folder
     assert (folder / "metrics.jsonl").read_text() == before
 
 
-def test_a_run_in_the_middle_says_which_code_its_steps_had(train, folder):
+def test_a_run_in_the_middle_says_which_code_and_versions_its_steps_had(train, folder):
     train(0, "optim.epochs=2", fault="stop_at_step:6").check()
     edit_checkpoints(folder, {"mask.py": "another", "gone.py": "1"})
+    environment = folder / "environment.txt"
+    first_start = environment.read_text().replace(f"torch: {torch.__version__}", "torch: 2.8.0")
+    environment.write_text(first_start)
     result = train(0, "optim.epochs=2").check()
     assert "note      the 7 steps so far were made with other code in mask.py\n" in result.stdout
+    assert "note      this run was last started with torch 2.8.0\n" in result.stdout
+    assert environment.read_text().startswith(f"{first_start}command: ")
 
 
 def test_a_run_that_failed_in_its_test_is_tested_by_the_code_that_was_mended(

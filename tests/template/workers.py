@@ -231,12 +231,18 @@ def agreement(ddp: Distributed) -> None:
         pass
     loaded_by_rank_0 = {"cache.py": "a hash"} if ddp.rank == 0 else {}
     ddp.check_equal({"config": 1, **loaded_by_rank_0})
-    try:
-        ddp.check_equal({"config": 1, "data": ddp.rank // 2})
-    except UserError as error:
-        assert str(error) == "data differs between ranks: 1 on rank 2, 0 on rank 0"
-    else:
-        raise AssertionError("no error")
+    loaded_by_others = {"edited.py": ddp.rank} if ddp.rank in (1, 3) else {}
+    others_than_first = [
+        ({"data": ddp.rank // 2}, "data differs between ranks: 1 on rank 2, 0 on rank 0"),
+        (loaded_by_others, "edited.py differs between ranks: 3 on rank 3, 1 on rank 1"),
+    ]
+    for values, message in others_than_first:
+        try:
+            ddp.check_equal({"config": 1, **values})
+        except UserError as error:
+            assert str(error) == message
+        else:
+            raise AssertionError("no error")
     assert ddp.broadcast(f"made by {ddp.rank}") == "made by 0"
     assert ddp.sum(torch.ones(2)).tolist() == [4.0, 4.0]
     assert ddp.gather(f"made by {ddp.rank}") == [f"made by {rank}" for rank in range(4)]
