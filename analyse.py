@@ -55,8 +55,9 @@ from analyse_metrics import (
 )
 from analyse_results import (
     Results,
+    best_first,
     best_step,
-    differing_options,
+    differing,
     folds_of,
     read_results,
     together,
@@ -154,18 +155,21 @@ def report_of_run(folder: Path) -> tuple[dict, list[str]]:
 def report_of_runs(folders: list[Path]) -> tuple[dict, list[str]]:
     """Returns the result of `compare`, and the lines to print; raises `UserError`."""
     analysis, rows = metrics_of_runs(read_runs(folders))
-    overview = {}
+    overview = []
     for name, results in analysis["results"].items():
-        texts = {key: str(value) for key, value in analysis["options"][name].items()}
-        overview[name] = texts | results
-    titles = {key: key for cells in overview.values() for key in cells}
-    lines = [*text_table(list(overview.items()), titles), ""]
-    lines += [f"note      {note}" for note in analysis["notes"]]
-    number = f"{len(folders)} runs"
+        options = {key: str(value) for key, value in analysis["options"][name].items()}
+        overview.append((name, options | results))
+    titles = {key: key for _, cells in overview for key in cells}
+    lines = text_table(overview, titles)
+    lines.append("")
+    for note in analysis["notes"]:
+        lines.append(f"note      {note}")
+    runs = f"{len(folders)} runs"
     if "folds" in analysis:
-        number += f" of {len(analysis['folds'])} folds, each named by its first run"
-    lines.append(f"{number}: {rows.counts()}")
-    return analysis, lines + lines_of_runs(analysis, rows.rivals)
+        runs += f" of {len(analysis['folds'])} folds, each named by its first run"
+    lines.append(f"{runs}: {rows.counts()}")
+    lines += lines_of_runs(analysis, rows.rivals)
+    return analysis, lines
 
 
 def as_json(analysis: dict) -> str:
@@ -209,7 +213,7 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
 
     Of folds, whose test rows differ, `folds` has the runs of each by the first of them. `figures`
     are then of the folds, each the mean prediction of its runs, and `all_folds` is what
-    `analyse_run` returns, of all their rows together. `missing` has what no run has of `data.fold`.
+    `analyse_run` returns, of all their rows together.
 
     The runs are two folders or more. Raises `UserError` if one has not finished, is of another
     version, shares some test rows with another one, but not all, or is named twice.
@@ -235,38 +239,43 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
 
     `members` are the rows of each run's test.tsv, by folder.
     """
-    folders = [Path(name) for name in members]
     configs = {name: config_of(Path(name)) for name in members}
-    loss = configs[str(folders[0])].optim.loss
-    results = {name: best_step(read_metrics(Path(name) / "metrics.jsonl")) for name in members}
+    first = next(iter(configs.values()))
+    loss = first.optim.loss
     folds = folds_of(members)
     of_folds = {}
-    for first, names in folds.items():
-        of_folds[first] = ensemble_of([members[name] for name in names])
+    for name, names in folds.items():
+        of_folds[name] = ensemble_of([members[name] for name in names])
     rows = together(list(of_folds.values()))
     rivals = rivals_or_reason(rows, {name: configs[name] for name in folds})
-    if len(folds) == 1:
-        best_first = sorted(results, key=lambda name: quality(results[name]), reverse=True)
-        results = {name: results[name] for name in best_first}
-        analysis = metrics_of_each(members, loss) | rivals
-        analysis["ensemble"] = metrics_of_all(rows, loss)
-        analysis["best_two"] = difference_of_best(members, loss)
-    else:
-        analysis = metrics_of_each(of_folds, loss)
+    analysis = about_runs(configs)
+    if len(folds) > 1:
+        analysis |= metrics_of_each(of_folds, loss)
         analysis["folds"] = folds
-        analysis["missing"] = missing_folds([config.data.fold for config in configs.values()])
         analysis["all_folds"] = metrics_by_group(rows, loss) | rivals
-    about = {"options": differing_options(folders), "notes": notes_of(folders), "results": results}
-    return about | analysis, rows
+        return analysis, rows
+    analysis["results"] = best_first(analysis["results"])
+    analysis |= metrics_of_each(members, loss)
+    analysis["ensemble"] = metrics_of_all(rows, loss)
+    analysis["best_two"] = difference_of_best(members, loss)
+    return analysis | rivals, rows
 
 
-def missing_folds(given: list[str]) -> list[str]:
-    """Returns the values of `data.fold` beside those given, if all are of one number of folds."""
-    numbers = {fold.partition("/")[2] for fold in given}
-    num_folds = numbers.pop()
-    if numbers or not num_folds:
-        return []
-    return [f"{k}/{num_folds}" for k in range(int(num_folds)) if f"{k}/{num_folds}" not in given]
+def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
+    """Returns the `options`, `notes` and `results` of `compare`, given those of each folder."""
+    described = {name: config.options() for name, config in configs.items()}
+    notes = []
+    try:
+        best = [read_checkpoint(Path(name, "checkpoints/best.pt")) for name in configs]
+        for of_run, checkpoint in zip(described.values(), best, strict=True):
+            of_run |= checkpoint.get("code", {})
+        predictor = optional("predictor")
+        if predictor is not None:
+            notes += predictor.notes_on_members(best)
+    except UserError as error:
+        notes.append(str(error))
+    results = {name: best_step(read_metrics(Path(name, "metrics.jsonl"))) for name in configs}
+    return {"options": differing(described), "notes": notes, "results": results}
 
 
 def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any]:
@@ -298,8 +307,6 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
 def read_run(folder: Path) -> Results:
     """Returns the rows of a run's test.tsv; raises `UserError`, also if it is not finished."""
     file = folder / "test.tsv"
-    if not os.path.isdir(folder):
-        raise UserError(f"there is no run folder {folder}: name one, such as runs/NAME")
     state = read_status(folder).get("state", "finished")
     if state != "finished" and not os.path.exists(file):
         problem = f"{folder} has no test.tsv, as it is {state}"
@@ -346,29 +353,6 @@ def tables_of(config: data.DataConfig, folder: Path) -> Tables:
     return tables
 
 
-# ---- Runs side by side ---------------------------------------------------------------------------
-def notes_of(folders: list[Path]) -> list[str]:
-    """Returns the `predictor.notes_on_members` of some runs, or why there are none."""
-    predictor = optional("predictor")
-    if predictor is None:
-        return []
-    try:
-        best = [read_checkpoint(folder / "checkpoints/best.pt") for folder in folders]
-    except UserError as error:
-        return [str(error)]
-    return predictor.notes_on_members(best)
-
-
-def quality(results: dict[str, Any]) -> tuple[float, float]:
-    """Returns the `metrics.quality` of a run's best validation, the lowest if there is none."""
-    found = {"loss": math.inf}
-    for name in (metrics.first_metric(), "loss"):
-        value = results.get(f"val {name}")
-        if value is not None:
-            found[name] = value
-    return metrics.quality(found)
-
-
 # ---- Text ----------------------------------------------------------------------------------------
 def columns_beside(rivals: Collection[str]) -> dict[str, str]:
     """Returns the names and titles of all columns, those of rivals behind the model's."""
@@ -405,8 +389,6 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     rows += [("mean of these", analysis["mean"]), ("standard deviation", analysis["sd"])]
     if "folds" in analysis:
         lines = text_table(rows, columns_beside(rivals))
-        if analysis["missing"]:
-            lines.append(f"without the rows of data.fold={', '.join(analysis['missing'])}")
         return [*lines, "", "all folds together:", *lines_of_run(analysis["all_folds"], rivals)]
     rows.append(("ensemble", analysis["ensemble"]))
     lines = text_table(rows, columns_beside(rivals))

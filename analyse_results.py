@@ -5,7 +5,7 @@ Shapes: n rows of T targets.
 
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from itertools import chain, compress, pairwise
 from pathlib import Path
@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import read_options
 from data_cells import has_level
-from errors import UserError
-from metrics import names_in
-from run_checkpoint import read_checkpoint
+from errors import UserError, reason_of
+from metrics import first_metric, names_in, quality
 from run_results import SUFFIXES
 
 
@@ -104,19 +102,14 @@ class Results:
             rows.append([*numbers, -1][:2])
         return torch.tensor(rows)
 
-    def columns(self) -> tuple[list[str], list[str], bool, bool]:
+    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...], bool, bool]:
         """Returns the names of targets and rivals, and whether there are a weight and an `sd`."""
-        return self.targets, list(self.rivals), self.weight is not None, self.sd is not None
+        return tuple(self.targets), tuple(self.rivals), self.weight is not None, self.sd is not None
 
-    def row_keys(self) -> list[tuple[str, bytes]]:
-        """Returns nodes and scores of each row, which are the same in each fold that tests it."""
-        return [(genes, y.tobytes()) for genes, y in zip(self.genes, self.y.numpy(), strict=True)]
-
-    def tested(self) -> set[tuple[str, bytes, str]]:
-        """Returns key and unseen node of the rows with a score and no or one unseen node."""
-        is_scored = (~self.y.isnan()).any(dim=1).tolist()
-        rows = compress(zip(self.row_keys(), self.unseen_genes, strict=True), is_scored)
-        return {(*key, names) for key, names in rows if "," not in names}
+    def row_keys(self) -> list[tuple[str, bytes, str]]:
+        """Returns nodes, scores and unseen nodes of each row."""
+        scores = [of_row.tobytes() for of_row in self.y.numpy()]
+        return list(zip(self.genes, scores, self.unseen_genes, strict=True))
 
     @property
     def row_weight(self) -> Tensor | float:
@@ -163,9 +156,8 @@ def read_results(path: Path) -> Results:
             if not genes:
                 raise ValueError("there are no rows")
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; a run writes it when it finishes"
-        ) from None
+        problem = f"cannot read {path}: {reason_of(error)}"
+        raise UserError(f"{problem}; name the folder of a run that has finished") from None
     except ValueError as error:
         raise UserError(
             f"{path}:{line_number}: {error}; start the run again, which writes it anew"
@@ -216,36 +208,22 @@ def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
     Folds have other rows. In a split by nodes, a row may be in the folds of two of its nodes, but
     other nodes are unseen there, or several. Raises `UserError` if folds have rows in common.
     """
-    folds = {}
-    tested = {}
+    by_rows = defaultdict(list)
     for name, rows in members.items():
-        same = [first for first in folds if has_same_rows(rows, members[first])]
-        if same:
-            folds[same[0]].append(name)
-            continue
-        tested[name] = rows.tested()
-        for first in folds:
-            if tested[name] & tested[first] or rows.columns() != members[first].columns():
-                raise UserError(
-                    f"{name} has other test rows, columns, weights or unseen nodes than {first}, "
-                    "but is no other fold: compare runs of one table and split, or of folds with "
-                    "one data.split_seed, such as data.fold=0/5 and 1/5"
-                )
-        folds[name] = [name]
+        by_rows[rows.columns(), tuple(rows.row_keys())].append(name)
+    folds = {names[0]: names for names in by_rows.values()}
+    tables = set()  # their columns
+    num_folds = Counter()  # of each row
+    for columns, keys in by_rows:
+        tables.add(columns)
+        num_folds.update({key for key in keys if "," not in key[2]})
+    if len(tables) > 1 or max(num_folds.values(), default=0) > 1:
+        raise UserError(
+            f"{', '.join(folds)} have neither the same test rows, columns and unseen nodes, nor "
+            "other rows throughout: compare runs of one table and split, or of folds with one "
+            "data.split_seed, such as data.fold=0/5 and 1/5"
+        )
     return folds
-
-
-def has_same_rows(rows: Results, others: Results) -> bool:
-    """Returns whether both have the same rows, scores, weights and unseen nodes."""
-    names = ("genes", "targets", "y", "unseen", "weight", "sd")
-    return all(is_same(getattr(rows, name), getattr(others, name)) for name in names)
-
-
-def is_same(values: Tensor | list | None, others: Tensor | list | None) -> bool:
-    """Returns whether both are None or equal, with nan in the same places."""
-    if isinstance(values, Tensor) and isinstance(others, Tensor):
-        return torch.equal(values.nan_to_num(), others.nan_to_num())
-    return values is others or values == others
 
 
 def together(folds: list[Results]) -> Results:
@@ -264,11 +242,11 @@ def together(folds: list[Results]) -> Results:
     for rival in folds[0].rivals:
         joined["rivals"][rival] = torch.cat([rows.rivals[rival] for rows in folds])
     rows = replace(folds[0], **joined)
-    keys = rows.row_keys()
-    unseen = {key: {} for key in keys}  # names in order
-    for key, names in zip(keys, rows.unseen_genes, strict=True):
-        unseen[key] |= dict.fromkeys(filter(None, names.split(",")))
-    return replace(rows, unseen_genes=[",".join(unseen[key]) for key in keys])
+    unseen = defaultdict(dict)  # names in order
+    for genes, scores, names in rows.row_keys():
+        unseen[genes, scores] |= dict.fromkeys(filter(None, names.split(",")))
+    merged = [",".join(unseen[genes, scores]) for genes, scores, _ in rows.row_keys()]
+    return replace(rows, unseen_genes=merged)
 
 
 def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
@@ -281,38 +259,18 @@ def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
 
 
 # ---- Runs side by side ---------------------------------------------------------------------------
-def differing_options(folders: list[Path]) -> dict[str, dict[str, Any]]:
-    """Returns, by folder, the options of each run that differ between runs, but for names.
+def differing(described: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns, by run, its values of those keys that differ between runs, but for names.
 
-    With them are hashes of the files of code that differ.
+    The value of a key that a run has not is None, and does not count as another one.
     """
-    options = {folder: read_options(folder / "config.yaml") for folder in folders}
-    keys = {}  # in order
-    for of_run in options.values():
-        keys |= dict.fromkeys(of_run)
-    differing = []
-    for key in keys:
-        texts = {str(of_run.get(key)) for of_run in options.values()}
+    keys = []
+    in_order = dict.fromkeys(chain.from_iterable(described.values()))
+    for key in in_order:
+        texts = {str(of_run[key]) for of_run in described.values() if key in of_run}
         if len(texts) > 1 and key not in ("run.name", "run.dir"):
-            differing.append(key)
-    differing_of_run = {}
-    for folder, of_run in options.items():
-        differing_of_run[str(folder)] = {key: of_run.get(key) for key in differing}
-    codes = {str(folder): code_of(folder) for folder in folders}
-    for file in sorted(set().union(*codes.values())):
-        hashes = {code[file] for code in codes.values() if file in code}
-        if len(hashes) > 1:
-            for name, code in codes.items():
-                differing_of_run[name][file] = code.get(file)
-    return differing_of_run
-
-
-def code_of(folder: Path) -> dict[str, str]:
-    """Returns the hashes of the code of a run's steps, {} if its best.pt is gone or damaged."""
-    try:
-        return read_checkpoint(folder / "checkpoints/best.pt").get("code", {})
-    except UserError:
-        return {}
+            keys.append(key)
+    return {name: {key: of_run.get(key) for key in keys} for name, of_run in described.items()}
 
 
 def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -329,3 +287,17 @@ def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
             shown[f"val {name}"] = val.get(name)
             shown[f"test {name}"] = test.get(name)
     return shown
+
+
+def best_first(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the `best_step` of runs, in the order of `metrics.quality` in validation."""
+
+    def validated(name: str) -> tuple[float, float]:
+        values = {}
+        for key in (first_metric(), "loss"):
+            value = results[name].get(f"val {key}")
+            values[key] = math.nan if value is None else value
+        return quality(values)
+
+    names = sorted(results, key=validated, reverse=True)
+    return {name: results[name] for name in names}

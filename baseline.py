@@ -20,7 +20,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
-from data import basis_of, kinds_of_levels, mean_one_weight, training_mean_and_std
+from data import basis_of, mean_one_weight, training_mean_and_std
 from data_tables import Tables, cached
 from losses import LOSSES
 from mask import SharedGraph, doses, num_samples, sum_by_sample
@@ -105,6 +105,18 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
         fit = fit_targets(replace(tables, y=tables.y[:, targets]), basis, loss, is_combined)
         fits.append(fit.in_basis(basis_of(tables)))
     return join_targets(fits, torch.cat([targets for _, targets in blocks]))
+
+
+def kinds_of_levels(tables: Tables) -> Tensor:
+    """Returns which levels the training rows of each target have, bool [T, 3].
+
+    The kinds are deletions, levels between 0 and 1, and levels above: they decide `basis_of`.
+    """
+    level = tables.level
+    is_of_kind = torch.stack([level == 0, (level > 0) & (level < 1), level > 1], dim=1).double()
+    of_rows = scatter(is_of_kind, tables.sample(), dim_size=len(tables.y))  # [n, 3]
+    is_trained = ~tables.y.isnan() & tables.is_in("train").unsqueeze(1)
+    return is_trained.double().T @ of_rows > 0
 
 
 def join_targets(baselines: list[Baseline], targets: Tensor) -> Baseline:

@@ -22,8 +22,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import IO, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -37,7 +37,6 @@ from run_folder import CheckpointConfig, LogConfig, RunConfig, warnings_so_far
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
-PLAIN_TYPES = (bool, int, float, str, list, dict, NoneType)
 NO_PATH = ("null", "~", "None")  # which people write for no file
 MOST = 2**63 - 1  # of a number
 ONE_WORD = (
@@ -106,10 +105,6 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
-
-    def print_help(self, file: IO | None = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         is_option = re.search(r"-\w+\.\w", message)  # --optim.lr=0.1
@@ -212,12 +207,9 @@ def override(
     for word in overrides:
         if not re.match(r"[^\s=]+=", word):
             raise UserError(f"{word!r} is not section.key=value: {ONE_WORD}")
-    given = {}
-    for word in overrides:
-        key, value = parse_override(word)
-        if key in given:
-            log.info(f"options   {key} stands twice, the last counts: quote what has braces")
-        given[key] = value
+    given = dict(map(parse_override, overrides))
+    if len(given) < len(overrides):
+        log.info("options   one stands twice, the last counts: quote what has braces")
     places = [*sources, "the command line"] if overrides else sources
     config = compose({**options, **given})
     log.info(f"options   {', then '.join(places)}")
@@ -353,8 +345,6 @@ def types_of(option: Field) -> tuple[Any, ...]:
 def convert(key: str, value: Any, option: Field) -> Any:
     """Returns `value` as one of the option's types; raises `UserError` if that is not possible."""
     for kind in types_of(option):
-        if (get_origin(kind) or kind) not in (*PLAIN_TYPES, Literal):
-            raise UserError(f"{key} has the type {kind}, which no option can have: see config.py")
         with contextlib.suppress(ValueError, OverflowError):
             converted = as_type(value, kind)
             if is_in_range(converted, option.metadata):

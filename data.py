@@ -71,48 +71,36 @@ def load(config: DataConfig) -> Tables:
         return vars(read_tables(*files, *options))
 
     tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
-    advice = "name some in its column split, or remove that column"
     if tables.split is None:
-        advice = "change data.val_fraction and data.test_fraction or data.fold, or add rows"
         make_split = node_split if config.split == "nodes" else random_split
         key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
         key += f" {config.fold}"
         split_rows = partial(make_split, tables, config)
         # The code of this module is that of the tables, too, which it imports.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
-    elif config.split != "random" or config.fold:
-        raise DataError(
-            f"{config.perturbations} has a column split: remove it, "
-            "or set data.split=random and data.fold= to use it"
-        )
     else:
-        tables.notes = [*tables.notes, *notes_on_replaced(config)]
+        options = ("split", "split_seed", "fold", "val_fraction", "test_fraction")
+        given = [name for name in options if getattr(config, name) != getattr(DataConfig, name)]
+        if given:
+            replaced = ", ".join(f"data.{name}" for name in given)
+            raise DataError(
+                f"{config.perturbations} has a column split, which takes the place of {replaced}: "
+                "remove the column, or leave these out"
+            )
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
             raise DataError(
                 f"{config.perturbations}: no rows in the {split} split of "
-                f"{len(tables.y)} rows (data.split={config.split}): {advice}"
+                f"{len(tables.y)} rows (data.split={config.split}): add rows, or change its column "
+                "split or, without one, data.val_fraction, data.test_fraction or data.fold"
             )
     return tables
 
 
-def notes_on_replaced(config: DataConfig) -> list[str]:
-    """Returns a note on options that do nothing beside a column split, if some are set."""
-    options = ("split_seed", "val_fraction", "test_fraction")
-    default = DataConfig()
-    names = [name for name in options if getattr(config, name) != getattr(default, name)]
-    if not names:
-        return []
-    replaced = ", ".join(f"data.{name}" for name in names)
-    return [f"{config.perturbations}: its column split takes the place of {replaced}"]
-
-
 def with_example(config: DataConfig) -> DataConfig:
-    """Returns `config`, with the example's tables if it names none; raises `DataError`."""
+    """Returns `config`, with the example's tables if it names none."""
     if config.edges:
         return config
-    if not EXAMPLE.is_dir():
-        raise DataError(f"no example in {EXAMPLE}: set data.edges and data.perturbations")
     return replace(
         config,
         edges=str(EXAMPLE / "edges.tsv"),
@@ -306,21 +294,6 @@ def basis_of(tables: Tables) -> Tensor:
     dose = doses(level) @ basis
     mean_square = (count @ dose.square()) / (count @ (dose != 0).double())
     return basis / mean_square.sqrt().nan_to_num(1.0)
-
-
-def kinds_of_levels(tables: Tables) -> Tensor:
-    """Returns which levels the training rows of each target have, bool [T, 3].
-
-    The kinds are deletions, levels between 0 and 1, and levels above: they decide `basis_of`.
-    """
-    is_trained = ~tables.y.isnan() & tables.is_in("train").unsqueeze(1)
-    level = tables.level
-    kinds = []
-    for is_of_kind in (level == 0, (level > 0) & (level < 1), level > 1):
-        has_kind = torch.zeros(len(tables.y), dtype=torch.bool)
-        has_kind[tables.sample()[is_of_kind]] = True
-        kinds.append(is_trained[has_kind].any(dim=0))
-    return torch.stack(kinds, dim=1)
 
 
 def mean_one_weight(tables: Tables) -> Tensor:

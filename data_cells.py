@@ -30,17 +30,6 @@ ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
 # What pandas, R and spreadsheets write for a missing value; any text that is a float's nan is one.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
 GZIP = b"\x1f\x8b"  # what such a file begins with
-PANDAS = "write it with pandas' to_csv(..., sep='\\t', index=False)"
-FORMATS = {  # what other files begin with
-    b"BZh": "bzip2: unpack it by bunzip2",
-    b"\xfd7zXZ\0": "xz: unpack it by unxz",
-    b"\x28\xb5\x2f\xfd": "zstd: unpack it by unzstd",
-    b"PK\x03\x04": "a zip archive: unpack it by unzip or, of a workbook (.xlsx), save it as text",
-    b"\xd0\xcf\x11\xe0": "a workbook (.xls): save it as text with tabs",
-    b"PAR1": f"Parquet: read it with pandas.read_parquet and {PANDAS}",
-    b"ARROW1": f"Feather: read it with pandas.read_feather and {PANDAS}",
-    b"\x89HDF": f"HDF5, as .h5ad is: docs/tables.md makes a table of it; or {PANDAS}",
-}
 CHUNK = 2**20  # cells of a table that are parsed at once
 
 
@@ -231,15 +220,15 @@ def open_table(path: str) -> Iterator[TextIO]:
     check_is_no_pipe(path)
     try:
         with open(path, "rb") as file:
-            start = file.read(8)
-        for first_bytes, advice in FORMATS.items():
-            if start.startswith(first_bytes):
-                raise DataError(f"{path} is no table of text but {advice}")
+            start = file.read(len(GZIP))
         open_file = gzip.open if start.startswith(GZIP) else open
         with open_file(path, "rt", encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text: save it as text with tabs, in UTF-8") from None
+        raise DataError(
+            f"{path} is not UTF-8 text, gzipped or not: unpack it, or save it as text with tabs, "
+            "as pandas' to_csv(..., sep='\\t', index=False) does"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from None
 

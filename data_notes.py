@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from data_cells import Rows, is_missing_name, parse_number
+from losses import are_binary
 from metrics import effective_share, weighted_mean
 from parts import is_here
 
@@ -78,19 +79,33 @@ def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
     are_nodes = set(tables.targets) <= set(tables.genes)
     if are_nodes and config.model.readout != "nodes" and is_here("model_nodes"):
         yield "all scores are named after nodes: model.readout=nodes suits them"
+    if config.optim.loss == "squared" and are_binary(tables.y):
+        yield "all scores are 0 or 1: optim.loss=binary predicts probabilities"
     share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
     if share < FEW:
         yield f"by weight, the training rows count as {share:.1%} of them would"
-    codes = [tables.set_code(code) for code in (tables.node_code(), tables.name_code())]
-    is_same, has_nodes = (torch.isin(code, code[tables.is_in("train")]) for code in codes)
+    is_perturbed = tables.perturbed_ptr.diff() > 0  # intact controls belong in each split
+    has_nodes = is_like_training(tables, with_levels=False) & is_perturbed
+    has_levels = is_like_training(tables, with_levels=True)
     same = "the same levels: the column split puts them on both sides"
+    yield from note_on_shared(tables, has_nodes & has_levels, same)
     other = "other levels: data.split=sets keeps them together"
-    has_nodes &= tables.perturbed_ptr.diff() > 0  # intact controls belong in each split
-    for levels, is_like in {same: has_nodes & is_same, other: has_nodes & ~is_same}.items():
-        num_test, num_val = ((is_like & tables.is_in(s)).sum() for s in ("test", "val"))
-        if num_test + num_val > 0:
-            rows = f"{num_test:,} test rows and {num_val:,} validation rows"
-            yield f"{rows} have the nodes of training rows at {levels}"
+    yield from note_on_shared(tables, has_nodes & ~has_levels, other)
+
+
+def is_like_training(tables: Any, with_levels: bool) -> Tensor:
+    """Returns whether a training row has the nodes of each row, and their levels, bool [n]."""
+    set_code = tables.set_code(tables.node_code(with_levels))
+    return torch.isin(set_code, set_code[tables.is_in("train")])
+
+
+def note_on_shared(tables: Any, is_shared: Tensor, levels: str) -> Iterator[str]:
+    """Yields a note if rows, of bool [n], are in test or validation."""
+    num_test = (is_shared & tables.is_in("test")).sum()
+    num_val = (is_shared & tables.is_in("val")).sum()
+    if num_test + num_val > 0:
+        rows = f"{num_test:,} test rows and {num_val:,} validation rows"
+        yield f"{rows} have the nodes of training rows at {levels}"
 
 
 def details(tables: Any) -> str:

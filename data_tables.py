@@ -111,22 +111,19 @@ class Tables:
 
     def set_number(self, with_levels: bool = True) -> Tensor:
         """Returns the number of each row's set of nodes, and levels, in their order, long [n]."""
-        return number_in_order(self.set_code(self.node_code() if with_levels else self.name_code()))
+        return number_in_order(self.set_code(self.node_code(with_levels)))
 
-    def name_code(self) -> Tensor:
-        """Returns a 64-bit code of each perturbed node's name, the same in any table, [total]."""
-        digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in self.genes]
-        return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)[self.perturbed]
-
-    def node_code(self) -> Tensor:
-        """Returns a 64-bit code of each perturbed node and its level, long [total]."""
-        # Random 64-bit codes times odd numbers that stand for the levels, 1 for 0.
+    def node_code(self, with_levels: bool = True) -> Tensor:
+        """Returns a 64-bit code of each perturbed node, and its level, long [total]."""
         codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(self.genes))
-        codes = torch.from_numpy(codes)
+        codes = torch.from_numpy(codes)[self.perturbed]
+        if not with_levels:
+            return codes
+        # Odd numbers stand for the levels, 1 for 0.
         mixed = self.level.view(torch.int64)
         for _ in range(2):  # as the bits of 0.5 or 2 are nearly all 0
             mixed = (mixed ^ (mixed >> 32)) * MIXING
-        return codes[self.perturbed] * (1 + 2 * mixed)
+        return codes * (1 + 2 * mixed)
 
     def set_code(self, node_code: Tensor) -> Tensor:
         """Returns the sum of the codes of each row's nodes, long [n].
@@ -287,12 +284,7 @@ def read_knockouts(
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
         problem = f"data.scores={scores}, but the scores are {score_columns[:20]}"
-        if {"split", "weight", "sd"} & set(targets) & set(header):
-            problem += ": split, weight and sd are none: to make one a score, rename it"
-        if any(type(name) not in (str, int, float, list) for name in scores):
-            problem = "data.scores has a name that YAML takes for no text: "
-            problem += "put it in quotes, as in \"data.scores=['NO']\""
-        raise DataError(f"{path}:1: {problem}")
+        raise DataError(f"{path}:1: {problem}; one that is no text is put in quotes, as 'NO' is")
     chunks = []
     num_rows = 0
     nodes = frozenset(node_number)

@@ -101,11 +101,6 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
             f"rank {rank}: there is no memory for another {allocated[1]}: lower model.hidden or "
             "data.batch_size, or raise optim.accumulate"
         )
-    if reason.startswith("DataLoader worker"):
-        return "", (
-            f"rank {rank}: a process that loads batches was killed, as where memory or /dev/shm is "
-            f"short ({reason.splitlines()[0][:99]}): get more of these, or lower data.workers"
-        )
     trace = "".join(traceback.format_exception(error))
     return trace, f"rank {rank}: {type(error).__name__}: {reason}"
 

@@ -427,8 +427,6 @@ def describe(ddp: Distributed) -> str:
     }
     line = ", ".join(f"{name} {value}" for name, value in row.items())
     lines = ddp.gather(line)
-    if ddp.config.sync_batchnorm and not ddp.is_distributed:
-        lines.append("note      ddp.sync_batchnorm=true changes nothing without torchrun")
     threads = optional("ddp_threads")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if ddp.device.type == "cpu" and accelerator is not None:

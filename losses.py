@@ -8,15 +8,11 @@ Columns that follow say more, such as how sure the model is; training starts wit
 Shapes: n rows of T scores, C columns of a score, M models.
 """
 
-import logging
-
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 from errors import UserError
-
-log = logging.getLogger("losses")
 
 
 class Criterion:
@@ -92,11 +88,6 @@ class Squared(Criterion):
     """Squared errors over the variance of the scores."""
 
     columns = ("mean",)
-
-    @staticmethod
-    def check(y: Tensor) -> None:
-        if are_binary(y):
-            log.warning("note      all scores are 0 or 1: optim.loss=binary predicts probabilities")
 
     def losses(self, output: Tensor, y: Tensor) -> Tensor:
         (mean,) = output.unbind(-1)

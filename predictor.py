@@ -28,7 +28,7 @@ from losses import LOSSES
 from mask import SharedGraph
 from parts import optional
 from predict_tables import MOST, Chunk, chunk_of, read_graph, tables_of_graph, unknown_nodes
-from run_checkpoint import are_equal, load_model, read_checkpoint
+from run_checkpoint import load_model, read_checkpoint
 from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
@@ -37,8 +37,7 @@ log = logging.getLogger("predictor")
 # without the graph, the local readout, the features of pairs, and the knock-out pass.
 TERMS = ("without_graph", "local", "pairs", "knockout")
 SETS_AT_ONCE = 100_000
-MOST_OTHER = 0.4  # of the smaller deviation, by which mean and deviation differ in one unit
-LEAST_OTHERS = 0.2  # of the scores; of thousands, those of a few split differently are others
+MOST_OTHER = 0.4  # deviations, by which mean and deviation of most scores differ in one unit
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -123,30 +122,25 @@ def check_same(first: Run, run: Run) -> None:
         )
 
 
-def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a note on runs that are the same as another, and one on runs of other units."""
+def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a note for each run that is the same as an earlier one, or of other units."""
     first = checkpoints[0]
-    repeated = []
-    of_other_units = []
     for number, run in enumerate(checkpoints):
-        if any(is_same_run(run, other) for other in checkpoints[:number]):
-            repeated.append(run["file"])
-        if run.get("mean") is not None:  # a task of one's own may have none
-            of_mean = (run["mean"] - first["mean"]).abs()
-            of_std = (run["std"] - first["std"]).abs()
-            is_other = of_mean.maximum(of_std) > MOST_OTHER * run["std"].minimum(first["std"])
-            if is_other.double().mean() >= LEAST_OTHERS:
-                of_other_units.append(run["file"])
-    same = "the same run as another of these: train each with a run.seed of its own"
-    other = f"scores of another mean or deviation than {first['file']} has: take one unit for all"
-    of_kinds = ((repeated, same), (of_other_units, other))
-    return [f"{', '.join(files)}: {problem}" for files, problem in of_kinds if files]
+        if any(are_equal(run["model"], other["model"]) for other in checkpoints[:number]):
+            yield f"{run['file']} is the same as another run: train each with a run.seed of its own"
+        if run.get("mean") is None:  # of a task of one's own
+            continue
+        shift = (run["mean"] - first["mean"]).abs().maximum((run["std"] - first["std"]).abs())
+        if (shift / run["std"].minimum(first["std"])).median() > MOST_OTHER:
+            problem = f"has another mean or deviation of scores than {first['file']}"
+            yield f"{run['file']} {problem}: take one unit for all"
 
 
-def is_same_run(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two checkpoints have equal parameters, or are of one run at two steps."""
-    is_of_one = (run["data"], run["config"]) == (other["data"], other["config"])
-    return is_of_one or are_equal(run["model"], other["model"])
+def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Returns whether two state dicts have the same names and numbers."""
+    if tensors.keys() != others.keys():
+        return False
+    return all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
 def task_of_run(

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -66,13 +65,10 @@ class TrainState:
     skipped_in_row: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state to save; `best_model` is None if it is the model itself."""
+        """Returns the state to save."""
         state = {}
         for name, value in vars(self).items():
             state[name] = value.state_dict() if hasattr(value, "state_dict") else value
-        is_best = self.best is not None and self.best["step"] == self.step
-        if is_best and are_equal(self.best_model, state["model"]):
-            state["best_model"] = None
         return state
 
     def load_state_dict(self, state: dict[str, Any], precision: str) -> None:
@@ -80,19 +76,16 @@ class TrainState:
 
         Raises `UserError` if the model or its parameters' groups are others.
         """
-        try:
-            load_model(self.model, state)
-        except UserError as error:
-            raise cannot_resume(state, str(error)) from None
         groups = self.optimizer.param_groups
         try:
+            load_model(self.model, state)
             self.optimizer.load_state_dict(state["optimizer"])
-        except ValueError as error:
-            problem = f"the parameters' groups differ from the checkpoint's ({error})"
-            raise cannot_resume(state, problem) from None
-        except KeyError as error:
-            problem = f"the optimiser is another than the checkpoint's, which lacks {error}"
-            raise cannot_resume(state, problem) from None
+        except (UserError, ValueError, KeyError) as error:
+            file = state["file"]
+            raise UserError(
+                f"{file} has another model, optimiser or groups of parameters ({error}): "
+                f"in an empty run folder, run.init={file} alone starts from its parameters"
+            ) from None
         self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
         inner = getattr(self.optimizer, "optim", self.optimizer)
@@ -118,26 +111,14 @@ class TrainState:
         return self.epoch >= optim.epochs or 0 < optim.patience <= epochs_since_best
 
 
-def cannot_resume(checkpoint: Mapping[str, Any], problem: str) -> UserError:
-    """Returns the error of a checkpoint with which the run cannot go on."""
-    file = checkpoint["file"]
-    return UserError(
-        f"{problem}: in an empty run folder, run.init={file} alone starts from its parameters"
-    )
-
-
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Returns a checkpoint on the CPU and its `file`; raises `UserError` if it is damaged."""
     try:
         state = load_file(path)
         return {**state, **{name: state[name] for name in NEEDED}, "file": str(path)}
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder: name a file in its folder checkpoints") from None
-    except OSError as error:
-        problem = f"is not a readable checkpoint ({type(error).__name__}): {reason_of(error)}"
-        raise UserError(f"{path} {problem}") from None
     except Exception as error:  # a damaged file fails in many ways
-        raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
+        reason = reason_of(error) if isinstance(error, OSError) else type(error).__name__
+        raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
 
 
 def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
@@ -161,13 +142,6 @@ def load_file(path: str | Path, **options: Any) -> Any:
     if damaged is not None:
         raise zipfile.BadZipFile(f"{damaged} is not what was written")
     return torch.load(path, map_location="cpu", weights_only=True, **options)
-
-
-def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Returns whether two state dicts, on any devices, have the same names and numbers."""
-    if tensors.keys() != others.keys():
-        return False
-    return all(torch.equal(tensors[name].cpu(), others[name].cpu()) for name in tensors)
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -202,20 +176,6 @@ def save_atomically(path: Path, checkpoint: dict[str, Any]) -> None:
             raise
 
 
-def link_atomically(source: Path, target: Path) -> None:
-    """Makes `target` the same file as `source`, or a copy where the disk has no links."""
-    temporary = target.with_name(f"{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        try:
-            os.link(source, temporary)
-        except OSError:
-            shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def explain_write_errors(
     path: Path, kind: type[UserError] = RunError, advice: str = "set run.dir"
@@ -247,7 +207,5 @@ def lock_file(file: IO) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        reason = error.strerror or error
-        log.warning(
-            f"note      {file.name} cannot be locked ({reason}): let no other process write it"
-        )
+        problem = f"cannot be locked ({reason_of(error)}): let no other process write it"
+        log.warning(f"note      {file.name} {problem}")

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from ddp_setup import Distributed, describe, library_versions
-from errors import RunError, UserError
+from errors import RunError, UserError, reason_of
 from metrics import first_metric
 from parts import optional
 from run_checkpoint import (
@@ -32,7 +32,6 @@ from run_checkpoint import (
     TrainState,
     explain_write_errors,
     first_nonfinite,
-    link_atomically,
     load_file,
     lock_file,
     read_checkpoint,
@@ -55,14 +54,10 @@ class RunConfig:
     init: str = field(default="", metadata={"path": True})
 
     def __post_init__(self):
-        if {"", ".", ".."} & set(self.name.split("/")):
-            problem = "no relative path such as a/b, with neither empty parts nor . or .."
-            raise ValueError(f"run.name={self.name!r} is {problem}")
-        if self.name.startswith(f"{Path(self.dir).name}/"):
-            problem = f"would be {self.dir}/{self.name}: leave out the folder, which is run.dir"
-            raise ValueError(f"run.name={self.name} {problem}")
-        if not self.resume:
-            raise ValueError("run.resume is empty: write auto, or name a checkpoint file")
+        first, *further = self.name.split("/")
+        if {"", ".", ".."} & {first, *further} or (further and first == Path(self.dir).name):
+            problem = f"path in run.dir={self.dir}, such as a/b, without empty parts, . or .."
+            raise ValueError(f"run.name={self.name!r} is no {problem}")
 
 
 @dataclass(frozen=True)
@@ -270,12 +265,11 @@ class RunFolder:
         """Opens metrics.jsonl without the rows that the run will repeat."""
         path = self.path / "metrics.jsonl"
         for row in read_metrics(path) if path.exists() else []:
-            with contextlib.suppress(TypeError, KeyError):  # a row that nobody here has written
-                is_past = row["kind"] != "test" and row.get("step", 0) <= state.step
-                if row["kind"] == "val":
-                    is_past = state.best is not None and row["epoch"] <= state.epoch
-                if is_past or row["kind"] == "event":
-                    self.rows.append(row)
+            is_past = row["kind"] != "test" and row["step"] <= state.step
+            if row["kind"] == "val":
+                is_past = state.best is not None and row["epoch"] <= state.epoch
+            if is_past or row["kind"] == "event":
+                self.rows.append(row)
         write_atomically(path, (json.dumps(row) + "\n" for row in self.rows))
         self.metrics = self.ddp.cleanup.enter_context(path.open("a"))
 
@@ -305,8 +299,8 @@ class RunFolder:
     def save(self, state: TrainState, is_best: bool = False) -> None:
         """Writes this step's checkpoint on rank 0 and, if it `is_best`, best.pt.
 
-        That is the same file, unless other weights were validated than the model's, such as their
-        average: these are its `model`. A collective; raises `RunError` on every rank.
+        The `model` of best.pt is what was validated, the model's weights or, say, their average. A
+        collective; raises `RunError` on every rank.
         """
         if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
             state.optimizer.consolidate_state_dict()  # each rank holds a shard
@@ -321,19 +315,12 @@ class RunFolder:
                     "lower optim.lr"
                 )
             path = self.checkpoints / f"step_{state.step:08d}.pt"
-            best_path = self.checkpoints / "best.pt"
             with explain_write_errors(path):
                 os.fsync(self.metrics.fileno())  # never a checkpoint without its rows
-                # best.pt first: a run that is killed here goes on from the step before.
-                if is_best and checkpoint["best_model"] is not None:
-                    validated = {"model": checkpoint["best_model"], "best_model": None}
-                    save_atomically(best_path, checkpoint | validated)
-                    save_atomically(path, checkpoint)
-                elif is_best:
-                    save_atomically(best_path, checkpoint)
-                    link_atomically(best_path, path)
-                else:
-                    save_atomically(path, checkpoint)
+                if is_best:  # first: a run that is killed here goes on from the step before
+                    validated = {"model": state.best_model, "best_model": None}
+                    save_atomically(self.checkpoints / "best.pt", checkpoint | validated)
+                save_atomically(path, checkpoint)
                 saved = [other for other in self.step_files() if other.name <= path.name]
                 for other in saved[self.config.checkpoint.keep_last :]:
                     other.unlink()
@@ -372,12 +359,7 @@ class RunFolder:
         self.event("finished", state)
         model = f"model of step {state.best['step']}"
         if state.best["step"] == 0:
-            start = "where training started"
-            metric = first_metric()
-            for rival in self.rivals:
-                if math.isclose(test[metric], test[f"{rival}_{metric}"], abs_tol=1e-6):
-                    start = f"which is the {rival}"
-            model += f", {start}: no later one was better in validation"
+            model += ", where training started: no later one was better in validation"
         log.info(f"run       {self.path}, {model}")
 
     def stop(self, state: TrainState, reason: str) -> None:
@@ -413,10 +395,6 @@ class RunFolder:
         )
         with self.profiler:
             yield
-        num_made = self.profiler.step_num
-        if num_made < 3 + num_steps:
-            needed = f"needs {3 + num_steps} steps, of which this start made {num_made}"
-            log.warning(f"note      log.profile_steps={num_steps} {needed}")
 
     def profile_step(self) -> None:
         """Tells the profiler, if there is one, that a step has ended."""
@@ -429,31 +407,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text("utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {reason_of(error)}") from None
     rows = []
     for line in lines:
         with contextlib.suppress(ValueError):  # a line cut off by a kill
-            row = json.loads(line)
-            if isinstance(row, dict) and "kind" in row:
-                rows.append(row)
+            rows.append(json.loads(line))
     return rows
 
 
 def read_status(folder: Path) -> dict[str, Any]:
     """Returns the content of a run's status.json, nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        status = json.loads((folder / "status.json").read_text("utf-8"))
-        if isinstance(status, dict):
-            return status
+        return json.loads((folder / "status.json").read_text("utf-8"))
     return {}
 
 
 def environment(command: list[str], ranks: str) -> str:
     """Returns the command, the git commit, the packages' versions and the table of ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))
-    others = "unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE"  # set where a hook of git trains
-    describe_here = f"git -C {folder} describe --always --dirty --abbrev=40"
-    commit = subprocess.getoutput(f"{others}; {describe_here}")
+    here = f"env -u GIT_DIR -u GIT_WORK_TREE git -C {folder}"  # a hook of git sets these
+    commit = subprocess.getoutput(f"{here} describe --always --dirty --abbrev=40")
     packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")
     versions = library_versions() | {name: version(name) for name in packages}
     lines = [

@@ -288,8 +288,7 @@ class KnockoutTask:
             notes += data_notes.notes_on_training(self.tables, self.config)
         predict_tables = optional("predict_tables")
         if self.config.run.init and predict_tables is not None:
-            init = self.config.run.init
-            notes += predict_tables.notes_on_leaks(init, self.tables, self.fingerprint)
+            notes += predict_tables.notes_on_leaks(self.config.run.init, self.tables)
         return notes
 
 
@@ -316,9 +315,7 @@ def check_scores(tables: Tables, config: Config) -> None:
         names = [name for name, missing in zip(tables.targets, is_missing, strict=True) if missing]
         if not names:
             continue
-        problem = f"no {split} row has a score '{names[0]}'"
-        if len(names) > 1:
-            problem = f"no {split} row has a score {', '.join(names[:10])}"
+        problem = f"no {split} row has a score {', '.join(names[:10])}"
         if split == "train" or (split == "val" and len(names) == len(tables.targets)):
             raise UserError(f"{problem}: remove that column, or change the split")
         log.warning(f"note      {problem}: it does not count there")

@@ -262,10 +262,7 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distribu
         raise StopTraining(reason)
     result = task.metrics("test", output)
     folder.finish(state, result, task.result_lines(output))
-    num_samples = f"{result['n']:,} samples"
-    if result["n"] < result["rows"]:
-        num_samples += f" with a score, of {result['rows']:,}"
-    log.info(f"test      {metrics_text(result, task.rivals)} ({num_samples})")
+    log.info(f"test      {metrics_text(result, task.rivals)} ({result['n']:,} samples)")
     if is_here("analyse"):
         command = f"python analyse.py {shlex.quote(str(folder.path))}"
         log.info(f"test      intervals and groups of rows: {command}")
