@@ -117,8 +117,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         state = load_file(path)
         return {**state, **{name: state[name] for name in NEEDED}, "file": str(path)}
     except Exception as error:  # a damaged file fails in many ways
-        reason = reason_of(error) if isinstance(error, OSError) else type(error).__name__
-        raise UserError(f"{path} is not a readable checkpoint: {reason}") from None
+        problem = f"{path} is not a readable checkpoint ({type(error).__name__})"
+        if isinstance(error, OSError):
+            problem += f": {reason_of(error)}; name a file such as runs/NAME/checkpoints/best.pt"
+        raise UserError(problem) from None
 
 
 def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:

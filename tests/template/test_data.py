@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import data
 from data import (
     DataConfig,
     KnockoutDataset,
@@ -53,14 +52,6 @@ def test_wrong_options_are_refused():
     for files in ({"edges": "edges.tsv"}, {"perturbations": "scores.tsv"}):
         with pytest.raises(ValueError, match=message):
             DataConfig(**files)
-
-
-def test_without_the_example_the_tables_must_be_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "EXAMPLE", tmp_path / "example")
-    message = r"no example in .*/example: set data\.edges and data\.perturbations"
-    with pytest.raises(DataError, match=message):
-        load(DataConfig(cache_dir=str(tmp_path)))
-    assert len(load(write_tables(tmp_path)).y) == 3
 
 
 def test_features_may_be_added_to_the_example(tmp_path):
@@ -231,26 +222,15 @@ def test_unseen_nodes_are_counted_by_row():
     assert tables.unseen("val").tolist() == [[0]]
 
 
-def test_a_node_split_or_fold_beside_a_split_column_or_without_rows_is_an_error(tmp_path):
-    message = r"has a column split: remove it, or set data.split=random and data.fold= to use it"
-    for option in ({"split": "nodes"}, {"split": "sets"}, {"fold": "0/3"}):
+def test_options_of_a_split_beside_a_split_column_and_a_split_without_rows_are_errors(tmp_path):
+    for name, value in {"split": "sets", "fold": "0/3", "split_seed": 1}.items():
+        message = f"has a column split, which takes the place of data.{name}: remove the column, or"
         with pytest.raises(DataError, match=message):
-            load(write_tables(tmp_path, **option))
+            load(write_tables(tmp_path, **{name: value}))
     unsplit = [row[:2] for row in SCORES]
-    message = r"no rows in the val split of 3 rows \(data.split=nodes\): change"
+    message = r"no rows in the val split of 3 rows \(data.split=nodes\): add rows, or change"
     with pytest.raises(DataError, match=message):
         load(write_tables(tmp_path, scores=unsplit, split="nodes", test_fraction=0.4))
-
-
-def test_options_that_a_split_column_replaces_are_named(tmp_path):
-    assert load(write_tables(tmp_path)).notes == []
-    options = write_tables(tmp_path, val_fraction=0.3, split_seed=1)
-    note = f"{options.perturbations}: its column split takes the place of "
-    assert load(options).notes == [f"{note}data.split_seed, data.val_fraction"]
-    sets = [("genes", "score"), *((name, 1) for name in "abcdabcd")]
-    assert (
-        load(write_tables(tmp_path, scores=sets, val_fraction=0.3, test_fraction=0.3)).notes == []
-    )
 
 
 # ---- Batches -------------------------------------------------------------------------------------

@@ -332,25 +332,13 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
             function(replace(options, edges="edges.tsv"))
 
 
-@pytest.mark.parametrize(
-    ("content", "advice"),
-    [
-        (bz2.compress, "bzip2: unpack it by bunzip2"),
-        (lzma.compress, "xz: unpack it by unxz"),
-        (lambda text: b"\x28\xb5\x2f\xfd" + text, "zstd: unpack it by unzstd"),
-        (lambda text: b"PK\x03\x04" + text, "a zip archive: unpack it by unzip or, of a workbook"),
-        (lambda text: b"\xd0\xcf\x11\xe0\xa1\xb1" + text, "a workbook"),
-        (lambda text: b"PAR1" + text, r"Parquet: .* to_csv\(\.\.\., sep='\\t', index=False\)"),
-        (lambda text: b"ARROW1" + text, "Feather: read it with pandas.read_feather"),
-        (lambda text: b"\x89HDF\r\n\x1a\n" + text, "HDF5, as .h5ad is: docs/tables.md makes"),
-    ],
-)
-def test_files_of_other_formats_are_named_whatever_their_name_is(tmp_path, content, advice):
+@pytest.mark.parametrize("content", [bz2.compress, lzma.compress, lambda text: b"\x89HDF" + text])
+def test_files_of_other_formats_are_refused_whatever_their_name_is(tmp_path, content):
     options = write_tables(tmp_path)
     for name in ("edges.tsv", "edges.tsv.gz"):
         path = tmp_path / name
         path.write_bytes(content(Path(options.edges).read_bytes()))
-        with pytest.raises(DataError, match=rf"{name} is no table of text but {advice}"):
+        with pytest.raises(DataError, match=rf"{name} is not UTF-8 text, gzipped or not: unpack"):
             load(replace(options, edges=str(path)))
 
 

@@ -27,12 +27,6 @@ ON_FOUR_RANKS = (
 )
 
 
-def test_batchnorm_over_the_ranks_of_one_process_is_noted():
-    note = "note      ddp.sync_batchnorm=true changes nothing without torchrun"
-    assert note in ddp_setup.describe(Distributed(DDPConfig(sync_batchnorm=True)))
-    assert note not in ddp_setup.describe(Distributed(DDPConfig()))
-
-
 def test_a_device_that_is_not_used_is_noted(monkeypatch):
     mps = torch.device("mps")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: mps)

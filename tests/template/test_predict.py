@@ -525,25 +525,22 @@ def test_members_of_another_graph_other_scores_or_loss_are_named(members, tmp_pa
 
 
 def test_members_that_are_one_run_or_of_other_units_are_noted(members, tmp_path, caplog):
-    """The same parameters, or the same run at another step; runs of a percentage beside a share."""
+    """The same parameters; runs of a percentage beside a share."""
     run = read_run(tmp_path / members[0])
     other = read_run(tmp_path / members[1])
-    assert notes_on_members([run.checkpoint, other.checkpoint]) == []
+    assert list(notes_on_members([run.checkpoint, other.checkpoint])) == []
     copied = {**other.checkpoint, "model": run.checkpoint["model"], "file": "copied.pt"}
-    later = {**run.checkpoint, "model": other.checkpoint["model"], "file": "later.pt"}
-    for checkpoint in (copied, later):
-        (note,) = notes_on_members([run.checkpoint, other.checkpoint, checkpoint])
-        assert note.startswith(f"{checkpoint['file']}: the same run as another of these")
+    (note,) = notes_on_members([run.checkpoint, other.checkpoint, copied])
+    assert note.startswith("copied.pt is the same as another run: train each")
     mean = other.checkpoint["mean"]
     std = other.checkpoint["std"]
     for factor, shift, is_noted in ((1, 0.2, False), (1.2, 0, False), (100, 0, True), (1, 2, True)):
         changed = {"mean": factor * (mean + shift * std), "std": factor * std, "file": "units.pt"}
         notes = notes_on_members([run.checkpoint, {**other.checkpoint, **changed}])
-        assert [note.startswith("units.pt: scores of another mean or") for note in notes] == (
-            [True] * is_noted
-        )
+        is_on_units = [note.startswith("units.pt has another mean or deviation") for note in notes]
+        assert is_on_units == [True] * is_noted
     without = [{**run.checkpoint, "mean": None}, {**other.checkpoint, "mean": None}]
-    assert notes_on_members(without) == []
+    assert list(notes_on_members(without)) == []
     shutil.copytree(tmp_path / members[0], tmp_path / "runs/again")
     Predictor(tmp_path / members[0], tmp_path / "runs/again")
-    assert "again/checkpoints/best.pt: the same run as another" in caplog.text
+    assert "again/checkpoints/best.pt is the same as another run" in caplog.text
