@@ -54,10 +54,11 @@ class RunConfig:
     init: str = field(default="", metadata={"path": True})
 
     def __post_init__(self):
+        folder = Path(self.dir).name
         first, *further = self.name.split("/")
-        if {"", ".", ".."} & {first, *further} or (further and first == Path(self.dir).name):
-            problem = f"path in run.dir={self.dir}, such as a/b, without empty parts, . or .."
-            raise ValueError(f"run.name={self.name!r} is no {problem}")
+        if {"", ".", ".."} & {first, *further} or (further and first == folder):
+            problem = f"no path in run.dir such as a/b, without {folder}, empty parts, . or .."
+            raise ValueError(f"run.name={self.name!r} is {problem}")
 
 
 @dataclass(frozen=True)

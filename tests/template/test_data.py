@@ -69,7 +69,7 @@ def test_fractions_that_leave_a_split_without_rows_are_refused(tmp_path):
         ({"val_fraction": 0.0}, "val"),
         ({"test_fraction": 0.95}, "val|train"),
     ):
-        message = f"no rows in the ({split}) split of 10 rows .*: change data.val_fraction"
+        message = f"no rows in the ({split}) split of 10 rows .*: add rows, or change"
         with pytest.raises(DataError, match=message):
             load(replace(options, **fractions))
 

@@ -104,7 +104,7 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         (
             EDGES,
             [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "test")],
-            r"no rows in the val split of 2 rows \(data.split=random\): name some in its column",
+            r"no rows in the val split of 2 rows \(data.split=random\): add rows, or",
         ),
     ],
 )

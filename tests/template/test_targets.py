@@ -242,7 +242,7 @@ def test_a_run_whose_validation_rows_have_no_score_ends_with_status_2(train, tmp
     write_tables(tmp_path, EDGES, [("genes", "score", "split"), *rows])
     finished = train(0, "data.edges=edges.tsv", "data.perturbations=scores.tsv")
     assert finished.returncode == 2
-    message = "no val row has a score 'score': remove that column, or change the split"
+    message = "no val row has a score score: remove that column, or change the split"
     assert f"error: {message}" in finished.stderr
 
 
@@ -257,7 +257,7 @@ def test_a_score_without_validation_scores_has_the_penalty_that_suits_its_traini
     options = DataConfig(cache_dir=str(tmp_path))
     task = KnockoutTask.from_tables(gappy, Config(data=options))
     prediction = task.rivals["baseline"]
-    assert "note      no val row has a score 'score1': it does not count there" in caplog.text
+    assert "note      no val row has a score score1: it does not count there" in caplog.text
     found = penalty_of(gappy, prediction, 1)
     assert expected / 11 < found < 11 * expected
     assert found < 1000
@@ -335,7 +335,7 @@ def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
     write_table(tmp_path / "gaps.tsv", [("genes", "fitness", "size", "split"), *table])
     result = train(2, "data.perturbations=gaps.tsv")
     assert result.returncode == 2
-    message = "no train row has a score 'size': remove that column, or change the split"
+    message = "no train row has a score size: remove that column, or change the split"
     assert result.stderr.count(f"error: {message}") == 1
 
 
