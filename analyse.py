@@ -325,12 +325,10 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
             raise UserError(f"{folder} is named twice: name each run once")
         places.add(folder.resolve())
     members = {str(folder): read_run(folder) for folder in folders}
-    first = config_of(folders[0]).optim.loss
-    for folder in folders:
-        loss = config_of(folder).optim.loss
-        if loss != first:
-            problem = f"{folder} was trained with optim.loss={loss}, {folders[0]} with {first}"
-            raise UserError(f"{problem}: compare runs of one loss")
+    losses = {config_of(folder).optim.loss: folder for folder in folders}
+    if len(losses) > 1:
+        of_each = [f"{folder} has optim.loss={loss}" for loss, folder in losses.items()]
+        raise UserError(f"{', '.join(of_each)}: compare runs of one loss")
     return members
 
 

@@ -202,8 +202,7 @@ def check_is_no_pipe(path: str) -> None:
     """Raises `DataError` for a pipe or a device, at whose second reading one would wait forever."""
     file = Path(path)
     if file.is_fifo() or file.is_char_device():
-        kind = "pipe" if file.is_fifo() else "device"
-        raise DataError(f"{path} is a {kind}, which cannot be read twice: write it to a file")
+        raise DataError(f"{path} is a pipe, which cannot be read twice: write it to a file")
 
 
 def unreadable(path: str, error: Exception) -> DataError:

@@ -110,10 +110,7 @@ class Distributed:
         """
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
-                raise UserError(
-                    "ddp.sync_batchnorm=true needs GPUs, SyncBatchNorm has no CPU version: "
-                    "set it to false"
-                )
+                raise UserError("ddp.sync_batchnorm=true needs GPUs: set it to false")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
         dist.set_debug_level_from_env()  # so that DDP names parameters without a gradient

@@ -354,7 +354,7 @@ def test_runs_of_another_loss_are_not_compared(tmp_path, analyse_here, capsys):
     with (tmp_path / "b/config.yaml").open("a") as file:
         file.write("optim: {loss: binary}\n")
     assert analyse_here("a", "b") == 2
-    problem = "b was trained with optim.loss=binary, a with squared: compare runs of one loss"
+    problem = "a has optim.loss=squared, b has optim.loss=binary: compare runs of one loss"
     assert capsys.readouterr() == ("", f"error: {problem}\n")
 
 

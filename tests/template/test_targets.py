@@ -229,7 +229,7 @@ def penalty_of(tables: Tables, prediction: torch.Tensor, t: int) -> float:
     return penalty
 
 
-@pytest.mark.parametrize(("num_scores", "names"), [(1, "'score0'"), (2, "score0, score1")])
+@pytest.mark.parametrize(("num_scores", "names"), [(1, "score0"), (2, "score0, score1")])
 def test_validation_without_any_score_is_an_error(tmp_path, num_scores, names):
     tables = without_validation(additive_tables(0.1, num_scores), *range(num_scores))
     message = f"no val row has a score {names}: remove that column, or change the split"
