@@ -265,15 +265,18 @@ def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
     """Returns the `options`, `notes` and `results` of `compare`, given those of each folder."""
     described = {name: config.options() for name, config in configs.items()}
     notes = []
-    try:
-        best = [read_checkpoint(Path(name, "checkpoints/best.pt")) for name in configs]
-        for of_run, checkpoint in zip(described.values(), best, strict=True):
-            of_run |= checkpoint.get("code", {})
-        predictor = optional("predictor")
-        if predictor is not None:
-            notes += predictor.notes_on_members(best)
-    except UserError as error:
-        notes.append(str(error))
+    checkpoints = []
+    for name, of_run in described.items():
+        try:
+            checkpoint = read_checkpoint(Path(name, "checkpoints/best.pt"))
+        except UserError as error:
+            notes.append(str(error))
+            continue
+        of_run |= checkpoint.get("code", {})
+        checkpoints.append(checkpoint)
+    predictor = optional("predictor")
+    if predictor is not None:
+        notes += predictor.notes_on_members(checkpoints)
     results = {name: best_step(read_metrics(Path(name, "metrics.jsonl"))) for name in configs}
     return {"options": differing(described), "notes": notes, "results": results}
 

@@ -293,10 +293,11 @@ def best_first(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the `best_step` of runs, in the order of `metrics.quality` in validation."""
 
     def validated(name: str) -> tuple[float, float]:
-        values = {}
+        values = {"loss": math.nan}
         for key in (first_metric(), "loss"):
             value = results[name].get(f"val {key}")
-            values[key] = math.nan if value is None else value
+            if value is not None:
+                values[key] = value
         return quality(values)
 
     names = sorted(results, key=validated, reverse=True)

@@ -124,8 +124,8 @@ def check_same(first: Run, run: Run) -> None:
 
 def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields a note for each run that is the same as an earlier one, or of other units."""
-    first = checkpoints[0]
     for number, run in enumerate(checkpoints):
+        first = checkpoints[0]
         if any(are_equal(run["model"], other["model"]) for other in checkpoints[:number]):
             yield f"{run['file']} is the same as another run: train each with a run.seed of its own"
         if run.get("mean") is None:  # of a task of one's own

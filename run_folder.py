@@ -266,7 +266,7 @@ class RunFolder:
         """Opens metrics.jsonl without the rows that the run will repeat."""
         path = self.path / "metrics.jsonl"
         for row in read_metrics(path) if path.exists() else []:
-            is_past = row["kind"] != "test" and row["step"] <= state.step
+            is_past = row["kind"] != "test" and row.get("step", 0) <= state.step
             if row["kind"] == "val":
                 is_past = state.best is not None and row["epoch"] <= state.epoch
             if is_past or row["kind"] == "event":

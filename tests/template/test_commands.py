@@ -133,12 +133,6 @@ def test_help_is_no_failure(capsys):
         assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_rank_0_alone_prints_the_help(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    assert train.main(["--help"]) == 0
-    assert capsys.readouterr().out == ""
-
-
 # ---- Failures ------------------------------------------------------------------------------------
 def test_what_is_wrong_is_one_sentence(train_here, capsys):
     for _ in range(2):

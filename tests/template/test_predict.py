@@ -158,7 +158,7 @@ def test_a_graph_of_another_run_or_a_run_of_an_older_version_is_named(trained, t
     torch.save({**graph, "colour": torch.zeros(30)}, tmp_path / "copy/graph.pt")
     with pytest.raises(UserError, match=r"best.pt is of another version of the template: predict"):
         Predictor(of_copy)
-    with pytest.raises(UserError, match=r"nothere is .*: No such file or directory$"):
+    with pytest.raises(UserError, match=r"nothere is .*: No such file or directory; name a file"):
         Predictor(tmp_path / "nothere")
     for file, content, key in (
         ("graph.pt", graph, "trained"),

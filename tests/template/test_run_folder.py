@@ -128,16 +128,6 @@ def test_a_validation_is_kept_if_the_checkpoint_knows_it(tmp_path, best, is_kept
     assert folder.rows == [row] * is_kept
 
 
-def test_a_run_with_fewer_steps_than_it_is_to_trace_says_so(train, tmp_path):
-    """It makes five steps, of which the first three are not traced, and then none."""
-    assert "log.profile_steps" not in train(0, "log.profile_steps=2").check().stdout
-    assert (tmp_path / "runs/default/trace.rank0.json").exists()
-    for num_made in (5, 0):
-        output = train(0, "log.profile_steps=3", "run.name=few").check().stdout
-        note = f"log.profile_steps=3 needs 6 steps, of which this start made {num_made}\n"
-        assert f"note      {note}" in output
-
-
 def test_numbers_that_are_not_finite_are_null_in_the_metrics(tmp_path):
     values = {"loss": math.nan, "grad_norm": math.inf, "lr": 0.1, "reason": "nan"}
     path = tmp_path / "metrics.jsonl"
@@ -148,15 +138,6 @@ def test_numbers_that_are_not_finite_are_null_in_the_metrics(tmp_path):
     expected = {"step": 0, "epoch": 1, **values, "loss": None, "grad_norm": None}
     assert read_metrics(tmp_path, "train") == folder.rows == [{"kind": "train", **expected}]
     assert '"loss": null, "grad_norm": null, "lr": 0.1, "reason": "nan"' in path.read_text()
-
-
-def test_malformed_lines_in_the_metrics_do_not_stop_a_run(trained, train, tmp_path):
-    trained()
-    with (tmp_path / "runs/default/metrics.jsonl").open("ab") as file:
-        file.write(b'\xff\xfe\n{"kind": "event"}\n12\n"x"\n{"kind": "train", "step": "a"}\n')
-    train(0, "optim.epochs=2").check()
-    steps = [row["step"] for row in read_metrics(tmp_path / "runs/default", "train")]
-    assert steps == list(range(1, 11))
 
 
 def test_each_rank_removes_the_stop_file_unless_another_one_has(tmp_path):

@@ -84,7 +84,7 @@ def test_a_run_that_starts_from_the_mean_has_no_word_of_a_baseline(train, tmp_pa
 def test_training_ends_when_patience_runs_out(train, tmp_path):
     options = ["optim.lr=0", "optim.patience=2", "optim.epochs=9"]
     first = train(0, *options).check().stdout
-    assert "model of step 0, which is the baseline: no later one was better" in first
+    assert "model of step 0, where training started: no later one was better" in first
     assert "trained   2 epochs: raise optim.patience to train on" in first
     assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
     assert "resumed at step 10" in train(0, *options).check().stdout
