@@ -275,17 +275,14 @@ def differing(described: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the best step and its metrics in validation and test, of a run's metrics.jsonl."""
-    shown = {}
-    tests = [row for row in rows if row["kind"] == "test"]
-    if tests:
-        test = tests[-1]
-        step = test.get("best_step")
-        vals = [row for row in rows if row["kind"] == "val"]
-        val = next((row for row in vals if row.get("step") == step), {})
-        shown["best step"] = step
-        for name in ("loss", *names_in(test)):
-            shown[f"val {name}"] = val.get(name)
-            shown[f"test {name}"] = test.get(name)
+    test = next((row for row in reversed(rows) if row["kind"] == "test"), {})
+    step = test.get("best_step")
+    vals = [row for row in rows if row["kind"] == "val" and row.get("step") == step]
+    val = vals[0] if vals else {}
+    shown = {"best step": step}
+    for name in ("loss", *names_in(test)):
+        shown[f"val {name}"] = val.get(name)
+        shown[f"test {name}"] = test.get(name)
     return shown
 
 

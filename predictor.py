@@ -138,9 +138,8 @@ def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     """Returns whether two state dicts have the same names and numbers."""
-    if tensors.keys() != others.keys():
-        return False
-    return all(torch.equal(tensors[name], others[name]) for name in tensors)
+    names = tensors.keys()
+    return names == others.keys() and all(torch.equal(tensors[n], others[n]) for n in names)
 
 
 def task_of_run(

@@ -81,10 +81,9 @@ class TrainState:
             load_model(self.model, state)
             self.optimizer.load_state_dict(state["optimizer"])
         except (UserError, ValueError, KeyError) as error:
-            file = state["file"]
             raise UserError(
-                f"{file} has another model, optimiser or groups of parameters ({error}): "
-                f"in an empty run folder, run.init={file} alone starts from its parameters"
+                f"{state['file']} has another model, optimiser or parameter groups ({error}): in "
+                f"an empty run folder, run.init={state['file']} alone starts from its parameters"
             ) from None
         self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.

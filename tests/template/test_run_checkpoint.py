@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_optimiser_is_not_resumed(train):
     result = train(0, "optim.epochs=3")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert "has another model, optimiser or groups of parameters ('step'): in" in result.stderr
+    assert "has another model, optimiser or parameter groups ('step'): in" in result.stderr
 
 
 def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(trained, train):
@@ -191,7 +191,7 @@ def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(trained, train)
     result = train(0, "optim.epochs=2", fault="other_groups")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert "has another model, optimiser or groups of parameters (loaded state" in result.stderr
+    assert "has another model, optimiser or parameter groups (loaded state" in result.stderr
 
 
 # ---- Writing -------------------------------------------------------------------------------------

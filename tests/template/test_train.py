@@ -187,7 +187,7 @@ def test_counts_are_of_the_rows_that_have_a_score(train, tmp_path):
             assert (row["n"], row["rows"]) == counts[split]
     num_scored, num_rows = counts["test"]
     assert num_scored < 0.7 * num_rows
-    assert f"({num_scored} samples with a score, of {num_rows})\n" in result.stdout
+    assert f"({num_scored} samples)\n" in result.stdout
     of_all = train(0, "run.name=all").check().stdout
     assert re.search(r"test      loss .* \(18 samples\)\n", of_all)
 
