@@ -247,7 +247,8 @@ def test_files_of_code_that_differ_are_shown_beside_the_options(tmp_path, analys
         folder = write_run(tmp_path / name)
         if code is not None:
             (folder / "checkpoints").mkdir()
-            torch.save(dict.fromkeys(NEEDED) | {"code": code}, folder / "checkpoints/best.pt")
+            best = dict.fromkeys(NEEDED) | {"model": {}, "code": code}
+            torch.save(best, folder / "checkpoints/best.pt")
     folders = [tmp_path / name for name in codes]
     options = analyse.compare(folders)["options"]
     shown = [{"losses.py": "111"}, {"losses.py": "222"}, {"losses.py": None}]
