@@ -61,8 +61,8 @@ def load(config: DataConfig) -> Tables:
     """
     config = with_example(config)
     files = [config.edges, config.perturbations, config.features]
-    options = [config.scores, config.undirected]
     digests = [path and file_digest(path) for path in files]  # "" for one that is not given
+    options = [config.scores, config.undirected]
     data_notes = optional("data_notes")  # refuses names and makes notes, but is not imported
     code = file_digest(data_notes.__file__) if data_notes else ""
     key = f"{files} {digests} {options} {code}"  # notes of tables name their files

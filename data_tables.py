@@ -29,8 +29,16 @@ MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
 # Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
 OF_FILES = ("left_out", "notes", "line", "feature_names", "sd")
 # Fields of the graph and of what is predicted on it: all that graph.pt has for predictions.
-OF_GRAPH = ("genes", "relations", "edge_index", "edge_type", "edge_weight")
-OF_GRAPH += ("features", "feature_names", "targets")
+OF_GRAPH = (
+    "genes",
+    "relations",
+    "edge_index",
+    "edge_type",
+    "edge_weight",
+    "features",
+    "feature_names",
+    "targets",
+)
 
 
 @dataclass

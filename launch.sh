@@ -164,7 +164,14 @@ set_up_torchrun() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
   fi
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} # s, to step and save
-  torchrun=("$python" -m torch.distributed.run --nproc-per-node="$processes"
+  # Its traceback after Ctrl-C, or another signal that it has passed on, would look like a crash.
+  torchrun=("$python" -c 'import sys
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as stop:
+    sys.exit(f"torchrun  ended by {stop.sigval.name}")' --nproc-per-node="$processes"
     --max-restarts="${MAX_RESTARTS:=0}" --signals-to-handle="$signals")
 }
 

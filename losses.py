@@ -123,4 +123,7 @@ def are_binary(y: Tensor) -> bool:
     return bool(((y == 0) | (y == 1) | y.isnan()).all())
 
 
-LOSSES = {"squared": Squared, "binary": Binary}  # the values of optim.loss
+LOSSES = {  # the values of optim.loss
+    "squared": Squared,
+    "binary": Binary,
+}

@@ -92,9 +92,10 @@ def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Ten
     return pearson(rank(y), rank(as_ranked(y, prediction)), weight)
 
 
-# All are logged, each beside the rivals'; the first is drawn and chooses best.pt. The larger,
-# the better.
-METRICS = {"pearson": pearson}
+# All are logged beside the rivals'; the first is drawn and chooses best.pt. Larger is better.
+METRICS = {
+    "pearson": pearson,
+}
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------
