@@ -25,9 +25,10 @@ def git_apply(copy: Path, name: str, *options: str) -> None:
     subprocess.run(["git", "apply", *options, f"tests/recipes/{name}.patch"], cwd=copy, check=True)
 
 
-def adapt(copy: Path, name: str, overrides: list[str]) -> None:
-    """Applies the patch, lets ruff look at the result, writes the overrides into config.yaml."""
-    git_apply(copy, name)
+def adapt(copy: Path, names: str, overrides: list[str]) -> None:
+    """Applies patches, lets ruff look at the result, writes the overrides into config.yaml."""
+    for name in names.split():
+        git_apply(copy, name)
     for command in (["check"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
         result = subprocess.run(ruff, cwd=copy, capture_output=True, text=True, check=False)

@@ -1,5 +1,6 @@
 """Each patch of tests/recipes, applied as a user does it, gives a copy that trains as it should."""
 
+import itertools
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from optim import OptimConfig, schedule
 from run_checkpoint import are_equal
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
@@ -28,6 +30,12 @@ from tests.template.slow.recipes import (
 from tests.tools.pages import blocks
 from tests.tools.runs import newest_checkpoint, read_metrics
 
+APART = [
+    {"attention", "own_model"},  # a layer of the model that the other replaces
+    {"covariates", "own_model"},  # a term of that model
+    {"covariates", "weighted_dataset"},  # columns, of which the other's files have none
+    {"edge_knockouts", "rules"},  # with rules, genes alone are deleted
+]
 PAGE = ROOT / "docs/adapting.md"
 RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
 
@@ -37,23 +45,47 @@ def copy(tmp_path):
     return copy_template(tmp_path / "copy")
 
 
-@pytest.mark.parametrize(
-    "repository", [None, ".", ".."], ids=["in no repository", "in its own", "within another"]
-)
-def test_every_patch_can_be_applied_and_taken_back(copy, repository):
-    def sources():
-        return {path.name: path.read_text() for path in [*copy.glob("*.py"), copy / "config.yaml"]}
+def sources(copy):
+    """Returns the text of each file that a patch may change, by its name."""
+    return {path.name: path.read_text() for path in [*copy.glob("*.py"), copy / "config.yaml"]}
 
+
+@pytest.mark.parametrize("repository", [None, ".."], ids=["in no repository", "within another"])
+def test_every_patch_can_be_applied_and_taken_back(copy, repository):
     if repository:
         subprocess.run(["git", "init", "--quiet", repository], cwd=copy, check=True)
-    original = sources()
+    original = sources(copy)
     for name in RECIPES:
         git_apply(copy, name)
-        changed = {file for file, text in sources().items() if original.get(file) != text}
+        changed = {file for file, text in sources(copy).items() if original.get(file) != text}
         patch = (ROOT / f"tests/recipes/{name}.patch").read_text()
         assert changed == set(re.findall(r"^\+\+\+ b/([^/\n]*)$", patch, re.M))
         git_apply(copy, name, "--reverse")
-        assert sources() == original
+        assert sources(copy) == original
+
+
+def test_patches_go_together(copy):
+    """Each pair, one after the other, gives the same files in both orders."""
+    for pair in itertools.combinations(RECIPES, 2):
+        if set(pair) in APART:
+            continue
+        results = []
+        for first, second in (pair, pair[::-1]):
+            git_apply(copy, first)
+            git_apply(copy, second)
+            results.append(sources(copy))
+            git_apply(copy, second, "--reverse")
+            git_apply(copy, first, "--reverse")
+        assert results[0] == results[1], pair
+
+
+def test_losses_go_together_and_with_ema_and_plateau(copy, tables):
+    recipes = "gaussian quantiles step_loss ema plateau"
+    adapt(copy, recipes, [*tables, "optim.epochs=2", "optim.lr=0.05"])
+    for loss in ("gaussian", "quantiles", "pearson"):
+        checkpoint, _ = train(copy, f"optim.loss={loss}", name=loss)
+        assert checkpoint["average"]["n_averaged"] == checkpoint["step"]
+        assert checkpoint["plateau"]["last_epoch"] == checkpoint["epoch"] == 2
 
 
 @pytest.mark.parametrize("command", ["git apply --check -p1 -", "patch -p1 --dry-run --fuzz=0"])
@@ -341,6 +373,43 @@ def test_tensorboard(copy, tables, tmp_path):
     assert {tag.split("/")[0] for tag, *_ in written - expected} == {"test"}
 
 
+def resume(copy, step):
+    """Returns the last checkpoint of the run `killed`, which was the run `whole` until a step."""
+    folder = copy.parent / "runs/killed"
+    shutil.copytree(folder.with_name("whole"), folder)
+    (folder / "checkpoints/best.pt").unlink()
+    for path in (folder / "checkpoints").glob("step_*.pt"):
+        if path.stem > f"step_{step:08d}":
+            path.unlink()
+    killed, _ = train(copy, name="killed")
+    assert f"resumed at step {step}" in (folder / "log.rank0.txt").read_text()
+    return killed
+
+
+def test_plateau(copy, tables):
+    """The rate is halved after an epoch without a better metric, also after what a kill leaves."""
+    options = ["optim.epochs=6", "optim.lr=0.3", "optim.plateau=0"]
+    adapt(
+        copy, "plateau", [*tables, *options, "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
+    )
+    whole, rows = train(copy, name="whole")
+    factors = [1.0]  # after each epoch
+    best = -math.inf
+    for row in rows:
+        if row["kind"] == "val" and row["epoch"] > 0:
+            factors.append(factors[-1] if row["pearson"] > best else factors[-1] / 2)
+            best = max(best, row["pearson"])
+    assert factors[4] < 1, factors
+    for row in rows:
+        if row["kind"] == "train":
+            rate = 0.3 * schedule(row["step"] - 1, whole["step"], OptimConfig())
+            assert row["lr"] == pytest.approx(rate * factors[row["epoch"]])
+    killed = resume(copy, 24)  # in the fifth epoch
+    assert killed["plateau"] == whole["plateau"]
+    assert are_equal(killed["model"], whole["model"])
+    assert_parity(copy)
+
+
 def test_ema(copy, tables, tmp_path):
     """The average is what is validated, tested and predicts, also after what a kill leaves."""
     options = ["optim.epochs=3", "optim.lr=0.05", "optim.ema=0.9", "model.dropout=0.1"]
@@ -348,14 +417,8 @@ def test_ema(copy, tables, tmp_path):
     adapt(copy, "ema", [*tables, *options, *saves])
     whole, rows = train(copy, name="whole")
     assert whole["average"]["n_averaged"] == whole["step"] == 15
+    killed = resume(copy, 8)  # in the second epoch
     folder = tmp_path / "runs"
-    shutil.copytree(folder / "whole", folder / "killed")
-    (folder / "killed/checkpoints/best.pt").unlink()
-    for path in (folder / "killed/checkpoints").glob("step_*.pt"):
-        if path.stem > "step_00000008":  # in the middle of the second epoch
-            path.unlink()
-    killed, _ = train(copy, name="killed")
-    assert "resumed at step 8" in (folder / "killed/log.rank0.txt").read_text()
     for name in ("model", "average", "best_model"):
         assert are_equal(whole[name], killed[name])
     for name in ("whole", "killed"):

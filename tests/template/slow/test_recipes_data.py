@@ -202,6 +202,22 @@ print(json.dumps(dataset.__getitems__(tables.rows("train")).covariates.tolist())
 """
 
 
+def test_attention_covariates_and_edge_knockouts_go_together(copy, tables, samples, tmp_path):
+    _, edge, *_ = (tmp_path / "edges.tsv").read_text().splitlines()
+    source, target, _ = edge.split("\t")
+    for i in range(0, len(samples), 2):
+        genes, *cells = samples[i]
+        samples[i] = (f"{genes},{source}>{target}", *cells)
+    write_table(tmp_path / "scores.tsv", [HEADER, *samples])
+    options = ["model.message_passing=attention", f"data.covariates={KINDS}"]
+    adapt(copy, "attention covariates edge_knockouts plateau", [*tables, *options])
+    checkpoint, _ = train(copy)
+    assert {"encoder.first.root.weight", "terms.covariates.norm.weight"} <= checkpoint[
+        "model"
+    ].keys()
+    assert f"{source}>{target}" in checkpoint["nodes"]
+
+
 # ---- rules ---------------------------------------------------------------------------------------
 GENES = [f"g{i}" for i in range(25)]
 REACTIONS = [f"Y{i:02d}" for i in range(28)]
@@ -357,6 +373,17 @@ batch = dataset.__getitems__(range(len(dataset)))
 parts = batch.perturbed.split(batch.perturbed_ptr.diff().tolist())
 print(json.dumps([[tables.genes[node] for node in part.tolist()] for part in parts]))
 """
+
+
+def test_rules_weights_and_quantiles_go_together(copy, tables, deletions, tmp_path):
+    samples = []
+    for genes, score in deletions:
+        samples.append({"genes": genes.split(","), "score": float(score), "sd": 0.1})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    options = ["data.rules=rules.tsv", "data.perturbations=rows.jsonl", "optim.loss=quantiles"]
+    adapt(copy, "rules weighted_dataset quantiles ema", [*tables, *options])
+    checkpoint, _ = train(copy)
+    assert checkpoint["outputs"] == ["score median", "score below", "score above"]
 
 
 # ---- edge_knockouts ------------------------------------------------------------------------------
