@@ -403,7 +403,7 @@ def test_plateau(copy, tables):
     for row in rows:
         if row["kind"] == "train":
             rate = 0.3 * schedule(row["step"] - 1, whole["step"], OptimConfig())
-            assert row["lr"] == pytest.approx(rate * factors[row["epoch"]])
+            assert row["lr"] == pytest.approx(rate * factors[row["epoch"] - 1])
     killed = resume(copy, 24)  # in the fifth epoch
     assert killed["plateau"] == whole["plateau"]
     assert are_equal(killed["model"], whole["model"])
