@@ -101,11 +101,8 @@ def with_example(config: DataConfig) -> DataConfig:
     """Returns `config`, with the example's tables if it names none."""
     if config.edges:
         return config
-    return replace(
-        config,
-        edges=str(EXAMPLE / "edges.tsv"),
-        perturbations=str(EXAMPLE / "scores.tsv"),
-    )
+    tables = {"edges": str(EXAMPLE / "edges.tsv"), "perturbations": str(EXAMPLE / "scores.tsv")}
+    return replace(config, **tables)
 
 
 def file_digest(path: str) -> str:

@@ -293,7 +293,7 @@ class KnockoutTask:
 
 
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
-    """Returns the dataset of tables on the graph, and how the model passes messages, a text."""
+    """Returns the dataset, with columns that functions compute, and how messages pass, a text."""
     scale = 1.0 if tables.split is None else weight_scale(tables)
     dataset = KnockoutDataset(tables, graph.degree, scale=scale, out_degree=graph.out_degree)
     options = config.model

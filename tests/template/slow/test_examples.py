@@ -183,6 +183,42 @@ def test_the_example_of_adapting(run, command, tmp_path):
     assert "optim.momentum must be float >= 0 and <= 1" in refused.stderr
 
 
+# What the page's line of `make_dataset` calls, and a term that reads its column.
+SET_SIZE = """
+
+def set_size(batch):
+    return batch.perturbed_ptr.diff()
+
+
+class SizeTerm(nn.Module):
+    def __init__(self, num_outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_outputs))
+
+    def forward(self, graph, wild, dose, batch):
+        return batch.set_size.unsqueeze(1) * self.weight
+"""
+
+
+def test_a_column_computed_of_the_batch_is_there_in_all_commands(command, here, tmp_path):
+    page = ROOT / "docs/adapting.md"
+    (line,) = [block.text for block in blocks(page, "python") if "set_size" in block.text]
+    text = (tmp_path / "task.py").read_text()
+    before, first, rest = text.partition("    dataset = KnockoutDataset(")
+    made, end, after = rest.partition("\n")
+    term = '        terms["size"] = SizeTerm(self.num_outputs)\n        return model\n'
+    before = before.replace("        return model\n", term)
+    text = f"{before}{first}{made}{end}    {line}{after}{SET_SIZE}"
+    (tmp_path / "task.py").write_text(text)
+    command(0, tmp_path / "train.py", *here, "run.name=size").check()
+    command(0, tmp_path / "predict.py", "pairs.tsv", "runs/size", "--parts").check()
+    header, *rows = (tmp_path / "pairs.predictions.tsv").read_text().splitlines()
+    place = header.split("\t").index("size")
+    sizes = [float(row.split("\t")[place]) for row in rows[:3]]  # two nodes, one and none
+    assert sizes[0] == pytest.approx(2 * sizes[1]) and sizes[1] != 0 == sizes[2]
+    command(0, tmp_path / "analyse.py", "runs/size").check()
+
+
 def apply_edit(copy: Path, text: str) -> None:
     """Makes an edit of docs/adapting.md, whose first line names file and class or section."""
     first, _, body = text.partition("\n")
