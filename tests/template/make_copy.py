@@ -20,6 +20,7 @@ from errors import UserError  # noqa: E402
 from tests.template.parts_list import PARTS, Part  # noqa: E402
 
 PATTERNS = ("*.py", "*.yaml", "*.toml", "requirements*.txt", "launch.sh", "LICENSE", ".gitignore")
+PATTERNS += (".github/workflows/*.yml",)
 USAGE = "./launch.sh copy DIR [--without PART,...], or --without all"
 EDITED = {  # what a copy's owner changes first
     "config.yaml": "every option, with a comment",
@@ -81,8 +82,10 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         partial.chmod(0o755)
         for path in files_of_copy(gone):
             target = partial / path.relative_to(ROOT)
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
+        for workflow in partial.glob(".github/workflows/*.yml"):
+            workflow.write_text(workflow.read_text().replace(".ci/run", "./launch.sh test"))
         switch_off(partial / "config.yaml", without)
         parts = [part for part in PARTS if (partial / part.files[0]).exists()]
         (partial / "README.md").write_text(readme(folder.name, partial, parts))

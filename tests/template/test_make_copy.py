@@ -35,9 +35,15 @@ def test_a_copy_has_the_code_and_the_tests_that_hold_for_any_model(copied, tmp_p
     modules = {path.name for path in ROOT.glob("*.py")}
     assert {path.name for path in copy.glob("*.py")} == modules
     assert options_of(copy) == options_of(ROOT)
-    assert sorted(path.name for path in copy.iterdir() if path.is_dir()) == ["example", "tests"]
+    assert sorted(path.name for path in copy.iterdir() if path.is_dir()) == [
+        ".github",
+        "example",
+        "tests",
+    ]
     assert not [path for path in (copy / "tests").iterdir() if path.is_dir()]
     assert os.access(copy / "launch.sh", os.X_OK)
+    workflow = (copy / ".github/workflows/tests.yml").read_text()
+    assert "run: ./launch.sh test\n" in workflow and ".ci" not in workflow
     assert f"all       {len(modules)} modules" in printed
     assert "docs/" not in (copy / "README.md").read_text()
 

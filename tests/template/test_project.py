@@ -3,12 +3,14 @@
 import ast
 import dataclasses
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from config import DEFAULTS, Config, compose, read_options
 from task import KnockoutTask
@@ -109,6 +111,18 @@ def test_the_four_runtime_requirements_are_pinned():
     lines = (ROOT / "requirements.txt").read_text().split()
     assert [line.split("==")[0] for line in lines] == ["torch", "torch-geometric", "pyyaml", "tqdm"]
     assert all("==" in line for line in lines)
+
+
+def test_the_workflow_takes_the_pinned_versions_and_the_oldest_that_launch_sh_accepts():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
+    commands = {}
+    for name, job in jobs.items():
+        commands[name] = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands["pinned"] == [".ci/run"] and (ROOT / ".ci/run").is_file()
+    needed = re.findall(r"\('(\w+)', \((\d+), (\d+)\)\)", (ROOT / "launch.sh").read_text())
+    assert len(needed) == 2
+    for package, *version in needed:
+        assert f" {package.replace('_', '-')}=={'.'.join(version)}." in commands["oldest"][0]
 
 
 def test_every_option_is_used():

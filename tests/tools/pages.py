@@ -14,7 +14,7 @@ from tests.template.fixtures import ROOT
 
 README = ROOT / "README.md"
 DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*DOCS, ROOT / "tests/bench/README.md"]
+PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "tests/bench/README.md"]
 CHANGELOG = ROOT / "CHANGELOG.md"
 PROGRAMS = ("./launch.sh", "torchrun", "python", "pip", "srun", "sbatch")
 VARIABLES = r"%a|\$[ks]\b"  # launch.sh replaces %a with the array task's number, the shell $s

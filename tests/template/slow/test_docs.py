@@ -43,7 +43,16 @@ from tests.tools.pages import (
 from train import read_config
 
 SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in fields(Config)}
-PLAIN = ("export", "cd", "cp", "rm", "patch", "touch", "tensorboard")  # which are not checked
+PLAIN = (
+    "export",
+    "cd",
+    "cmp",
+    "cp",
+    "rm",
+    "patch",
+    "touch",
+    "tensorboard",
+)  # which are not checked
 # Variables that launch.sh does not read.
 EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "GOMP_", "MASTER_")
 COMMANDS = list(

@@ -53,9 +53,9 @@ def test_pip_says_that_the_project_is_used_where_it_lies(run, tmp_path):
 
 def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
     stand_in(tmp_path / "python", "exit 1")
-    answers = f"""case $1 in
-      -c) echo 3 ;;                    # GPUs
-      {ROOT}/ddp_threads.py) echo "2$2" ;; # threads of so many processes
+    answers = f"""case "$*" in
+      *device_count*) echo 3 ;;        # GPUs
+      {ROOT}/ddp_threads.py*) echo "2$2" ;; # threads of so many processes
       *) echo "$OMP_NUM_THREADS $*" ;;
     esac"""
     stand_in(tmp_path / "python3", answers)
@@ -66,7 +66,8 @@ def test_python3_is_used_if_python_lacks_the_packages(run, tmp_path):
         MAX_RESTARTS="2",
     )
     expected = result.check().stdout
-    assert expected.startswith("23 -m torch.distributed.run --nproc-per-node=3 --max-restarts=2 ")
+    assert expected.startswith("23 -c import sys\nfrom torch.distributed.")
+    assert " --nproc-per-node=3 --max-restarts=2 " in expected
     assert expected.endswith(f" --standalone {ROOT}/train.py a=b\n")
 
 
@@ -161,7 +162,7 @@ def place(tmp_path) -> Path:
         shutil.copy(path, tmp_path / "copy")
     answers = f"""case "$*" in
       *ddp_machines.py*) exec {sys.executable} "$@" ;;
-      -c*) echo 0 ;;
+      *device_count*) echo 0 ;;
       *ddp_threads.py*) echo 1 ;;
       *) echo "$*" ;;
     esac"""
@@ -201,7 +202,7 @@ def test_one_machine_needs_neither_the_part_threads_nor_the_part_machines(launch
     """Without the first, torchrun sets one thread for each process."""
     for name in ("ddp_threads", "ddp_machines"):
         (place / f"copy/{name}.py").unlink()
-    answers = 'case "$1" in -c) echo 0 ;; *) echo "[${OMP_NUM_THREADS:-}] $*" ;; esac'
+    answers = 'case "$2" in *device*) echo 0 ;; *) echo "[${OMP_NUM_THREADS:-}] $*" ;; esac'
     stand_in(place / "bin/python", answers)
     started = launch().check().stdout
     assert started.startswith("[] ") and "--standalone" in started
@@ -266,7 +267,8 @@ def test_under_nohup_torchrun_leaves_the_end_of_the_terminal_alone(run, place, i
 
 
 def test_a_failure_of_a_step_before_torchrun_ends_it(launch, place):
-    stand_in(place / "bin/python", 'case "$1" in -c) echo 0 ;; *ddp*) exit 7 ;; *) echo on ;; esac')
+    answers = 'case "$*" in *device*) echo 0 ;; *ddp*) exit 7 ;; *) echo on ;; esac'
+    stand_in(place / "bin/python", answers)
     result = launch()
     assert result.returncode == 7 and result.stdout == ""
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.template.fixtures import ROOT
-from tests.template.slow.processes import SETTINGS, started, status_of, wait_for_growth
+from tests.template.slow.processes import SETTINGS, VARIABLES, started, status_of, wait_for_growth
 from tests.tools.runs import difference
 
 SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]  # that torchrun is told to pass on
@@ -26,6 +26,21 @@ def test_ctrl_c_in_one_process_stops_at_a_step_boundary(tmp_path, tables):
     status = status_of(run)
     assert status["state"] == "stopped" and status["reason"] == "SIGINT"
     assert (run / f"checkpoints/step_{status['step']:08d}.pt").exists()
+
+
+def test_ctrl_c_of_launch_sh_ends_without_a_traceback_and_an_error_with_one(tmp_path, tables):
+    command = ["bash", ROOT / "launch.sh", *tables, *SETTINGS]
+    with started([*command, "optim.epochs=500"], tmp_path, **VARIABLES) as process:
+        wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt")
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output.splitlines()[-1].endswith("(SIGINT): the same command resumes the run")
+    assert errors.splitlines()[-1] == "torchrun  ended by SIGINT" and "Traceback" not in errors
+    with started([*command, "optim.lr=0.0x"], tmp_path, **VARIABLES) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: " in errors and "ChildFailedError" in errors
 
 
 def test_a_signal_to_all_processes_stops_cleanly_with_loader_processes(tmp_path, tables):
