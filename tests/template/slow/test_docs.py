@@ -43,16 +43,8 @@ from tests.tools.pages import (
 from train import read_config
 
 SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in fields(Config)}
-PLAIN = (
-    "export",
-    "cd",
-    "cmp",
-    "cp",
-    "rm",
-    "patch",
-    "touch",
-    "tensorboard",
-)  # which are not checked
+# Which are not checked.
+PLAIN = ("export", "cd", "cmp", "cp", "rm", "patch", "touch", "tensorboard")
 # Variables that launch.sh does not read.
 EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "GOMP_", "MASTER_")
 COMMANDS = list(
