@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from optim import OptimConfig, schedule
-from run_checkpoint import are_equal
+from predictor import are_equal
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
 from tests.template.slow.recipes import (
