@@ -2,15 +2,15 @@
 
     python -m tests.check NAME [--config FILE] [section.key=value ...]
 
+Each but trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, 2 if it could
+not run.
+
 parity    trains a few steps of your configuration and model on 1, 2 and 4 processes, with and
           without gradient accumulation, on the CPU in double precision: parameters and metrics must
           agree
 faults    kills, stops, hangs and corrupts runs of your configuration and model on 2 CPU processes,
           then restarts them: each must end bitwise equal to an undisturbed run (--only TEXT: faults
           whose name contains TEXT)
-soak      does so at random, again and again on the same runs until they are finished, on changing
-          numbers of processes, also with a full disk and a cut link (as root): --minutes 60,
-          --ranks 1-4, --seed N
 devices   reports the device of every parameter, buffer, gradient, optimiser state, batch field and
           output of a training step, on all GPUs of this machine, and names the tensors on a wrong
           device
@@ -19,29 +19,22 @@ syncs     reports file and line of whatever makes the host wait for the device i
 rows      explains a non-finite step, given the run's own options: prints the rows whose squared
           error under the newest checkpoint is not finite or, if there are none, the five training
           rows with the largest errors
-gpu       proves on a machine with GPUs, in seven minutes, what the CPU cannot show: CUDA graphs,
-          values by precision, no waits, NCCL, ZeRO, resuming to the same bits, speed; with two or
-          more also parity, a killed rank, scaling (--only TEXT: checks whose name contains TEXT;
-          runs of train.py take your configuration, the rest do not)
 trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that
           log.profile_steps traced
-
-Each but trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, 2 if it could
-not run.
 """
 
 import argparse
+import importlib
 import logging
 import signal
 import sys
+from pathlib import Path
 
 from errors import UserError
 from tests.tools.audits import audit_worker, devices, syncs
 from tests.tools.diagnose import rows, trace
 from tests.tools.faults import fault_worker, faults
-from tests.tools.gpu import gpu
 from tests.tools.parity import parity, parity_worker
-from tests.tools.soak import soak
 from train import read_config
 
 # What the checks launch on every rank, with its own arguments.
@@ -55,13 +48,18 @@ WORKERS = {
 CHECKS = {
     "parity": parity,
     "faults": faults,
-    "soak": soak,
     "devices": devices,
     "syncs": syncs,
     "rows": rows,
-    "gpu": gpu,
     "trace": trace,
 }
+# A folder of tests may have further ones, in a module `checks`, whose docstring says what they do.
+FURTHER = [
+    importlib.import_module(f"tests.{path.parent.name}.checks")
+    for path in sorted(Path(__file__).parent.glob("*/checks.py"))
+]
+for module in FURTHER:
+    CHECKS |= module.CHECKS
 
 
 def world_sizes(text: str) -> list[int]:
@@ -72,18 +70,12 @@ def world_sizes(text: str) -> list[int]:
     return sizes
 
 
-def rank_range(text: str) -> list[int]:
-    """Returns the numbers from the first to the last of `1-4`; raises `ValueError` if none is."""
-    first, last = text.split("-")
-    if not 1 <= int(first) <= int(last):
-        raise ValueError
-    return list(range(int(first), int(last) + 1))
-
-
 def parse_arguments() -> argparse.Namespace:
     """Returns the options of a check; its `arguments` are those for train.py."""
+    texts = [module.__doc__ for module in FURTHER]
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description="".join([__doc__, *texts]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=list(CHECKS))
     parser.add_argument(
@@ -93,20 +85,13 @@ def parse_arguments() -> argparse.Namespace:
         "--only",
         default="",
         metavar="TEXT",
-        help="faults, gpu: only those whose name contains TEXT",
+        help="of a check that has several, only those whose name contains TEXT",
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="soak: how long (default: 60)")
-    parser.add_argument(
-        "--ranks",
-        type=rank_range,
-        default="1-4",
-        metavar="N-N",
-        help="soak: processes (default: 1-4)",
-    )
-    parser.add_argument("--seed", type=int, help="soak: of the faults (default: drawn)")
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds per launch (default: 600)"
     )
+    for module in FURTHER:
+        module.add_options(parser)
     parser.set_defaults(cpu=True)
     options, arguments = parser.parse_known_args()
     options.arguments = arguments
@@ -114,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def exit_on_sigterm(number: int, frame: object) -> None:
-    """Exits as after an exception, which cleans up: soak has mounted a disk."""
+    """Exits as after an exception, which cleans up."""
     sys.exit(128 + number)
 
 

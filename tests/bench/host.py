@@ -25,8 +25,8 @@ from optim import OptimConfig, build_optimizer
 from run_checkpoint import TrainState
 from tests.bench import arguments, build_batch, milliseconds, report
 from tests.sets import tables_of
-from tests.tools.models import full_model
-from tests.tools.runs import task_of
+from tests.template.models import full_model
+from tests.template.tasks import task_of
 from train import Meter, StepParts, train_step, update_parameters
 
 NUM_NODES = 16

@@ -14,7 +14,7 @@ from mask import SharedGraph
 from model import ModelConfig
 from tests.bench import arguments, build_batch, in_turn, peak_mb, report
 from tests.bench.synthetic import build_graph
-from tests.tools.models import full_model
+from tests.template.models import full_model
 
 
 class Step:

@@ -8,8 +8,8 @@ from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
 from model_reach import ReachPlanner
 from tests.sets import tables_of
-from tests.tools.models import full_model
-from tests.tools.runs import small_graph
+from tests.template.models import full_model
+from tests.template.tasks import small_graph
 
 NUM_NODES = 12
 NUM_FEATURES = 3

@@ -15,7 +15,7 @@ from predict_tables import read_sets
 from task import KnockoutTask
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
-from tests.tools.runs import task_of
+from tests.template.tasks import task_of
 
 NUM_NODES = 60  # of `combined_tables`
 EDGES = [

@@ -22,7 +22,7 @@ from analyse_metrics import (
 from analyse_results import Results
 from metrics import pearson, spearman
 from tests.template.results import make_rows, normal
-from tests.tools.runs import predictions_of
+from tests.template.tasks import predictions_of
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

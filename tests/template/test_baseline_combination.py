@@ -22,8 +22,8 @@ from metrics import pearson
 from model import ModelConfig
 from task import KnockoutTask
 from tests.sets import pack_levels
+from tests.template.models import model_of_tables
 from tests.template.tables import NUM_NODES, combined_tables
-from tests.tools.models import model_of_tables
 
 SEEDS = (2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 39, 66)))
 

@@ -16,9 +16,9 @@ from data_cells import Rows, read_header, read_rows
 from data_tables import Tables, pack, read_edges, read_knockouts
 from errors import DataError
 from tests.sets import tables_of
+from tests.template.cells import read_cells
 from tests.template.fixtures import write_table
 from tests.template.tables import EDGES, SCORES, asked, notes_on, write_tables
-from tests.tools.cells import read_cells
 
 EDGE_ROWS = [("a", "b", "x", 0.5), ("b", "c", "x", 2), ("c", "d", "y", 4)]
 SCORE_ROWS = [("a,b", 0.5, "train", 1), ("d", -1, "val", 4), ("", 2, "test", 2)]

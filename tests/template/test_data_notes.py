@@ -30,9 +30,9 @@ from errors import DataError
 from model import ModelConfig
 from predict_tables import read_sets, unknown_nodes
 from tests.sets import tables_of
+from tests.template.cells import read_cells
 from tests.template.fixtures import ROOT, write_table
 from tests.template.results import normal
-from tests.tools.cells import read_cells
 
 NODES = [f"q{k:02d}" for k in range(30)]
 RING = [(node, other, "x") for node, other in zip(NODES, NODES[1:] + NODES[:1], strict=True)]

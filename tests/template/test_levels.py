@@ -35,8 +35,8 @@ from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.sets import pack_levels, tables_of
 from tests.syncs import CountSynchronisations
 from tests.template.fixtures import write_table
-from tests.tools.models import full_model, model_of_tables
-from tests.tools.runs import lines_of_test, small_graph
+from tests.template.models import full_model, model_of_tables
+from tests.template.tasks import lines_of_test, small_graph
 
 EDGES = [
     ("source", "target", "relation"),

@@ -25,7 +25,8 @@ from metrics import (
     spearman,
 )
 from tests.template.results import normal
-from tests.tools.runs import predictions_of, read_metrics
+from tests.template.tasks import predictions_of
+from tests.tools.runs import read_metrics
 
 FIRST = first_metric()
 

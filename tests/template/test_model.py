@@ -22,6 +22,7 @@ from task import make_dataset as make_planned_dataset
 from tests.bench.host import count_kernels, tiny_step
 from tests.sets import tables_of
 from tests.syncs import CountSynchronisations
+from tests.template.models import full_model
 from tests.template.small_model import (
     NUM_NODES,
     SETS,
@@ -31,7 +32,6 @@ from tests.template.small_model import (
     make_model,
     outputs_and_gradients,
 )
-from tests.tools.models import full_model
 
 
 @pytest.fixture

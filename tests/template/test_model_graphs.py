@@ -37,8 +37,8 @@ from task import KnockoutTask
 from tests.sets import tables_of
 from tests.syncs import CountSynchronisations
 from tests.template.fixtures import restored_modules
+from tests.template.gpu_checks import small_tables
 from tests.tools import graphs
-from tests.tools.gpu_checks import small_tables
 from tests.tools.runs import series
 from train import StepParts, update_parameters
 

@@ -32,7 +32,8 @@ from model_pairs import (
 from task import KnockoutTask
 from tests.sets import pack_levels, pack_sets, tables_of
 from tests.template.fixtures import write_table
-from tests.tools.runs import difference, small_graph
+from tests.template.tasks import small_graph
+from tests.tools.runs import difference
 
 
 def dense_features(edge_index: Tensor, relation: Tensor, weight: Tensor, size: tuple) -> Tensor:

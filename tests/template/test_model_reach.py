@@ -27,11 +27,11 @@ from model_reach import (
 )
 from tests.loops import DEAD, LEVELS, NUM_NODES, graph_of_9_nodes, make_batch
 from tests.sets import tables_of
+from tests.template.models import full_model
 from tests.template.small_graph import (
     SETS,
     edges_of,
 )
-from tests.tools.models import full_model
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from optim import OptimConfig, build_optimizer, parameter_groups, schedule
 from run_checkpoint import TrainState
 from tests.syncs import CountSynchronisations
 from tests.template.fixtures import ON_ONE_AND_TWO
-from tests.tools.models import full_model
+from tests.template.models import full_model
 from train import Meter, StepParts, train_step, update_parameters
 
 

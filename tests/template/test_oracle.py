@@ -24,7 +24,7 @@ from optim import OptimConfig
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.oracle import Oracle, Parameters, combination, figures
-from tests.tools.runs import lines_of_test
+from tests.template.tasks import lines_of_test
 
 LEVELS = ([0], [0, 1], [0.3], [0, 0.3, 1], [0.5, 2, 1], [0, 0.3, 0.5, 1, 2], [0, 0.5, 10_000])
 SHARES = (0.3, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05)  # of the tables that have these levels

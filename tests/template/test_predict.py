@@ -18,7 +18,8 @@ from predict_tables import Chunk
 from predictor import check_same, notes_on_members, read_run
 from task import make_dataset
 from tests.template.fixtures import ASK, write_table
-from tests.tools.runs import BEST, newest_checkpoint, read_table, zero_a_block
+from tests.template.tasks import BEST, read_table
+from tests.tools.runs import newest_checkpoint, zero_a_block
 
 
 # ---- One run -------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from tests.template.small_model import (
     make_model,
 )
 from tests.template.tables import write_binary_scores
-from tests.tools.runs import BEST, newest_checkpoint, read_table
+from tests.template.tasks import BEST, read_table
+from tests.tools.runs import newest_checkpoint
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from run_transfer import entries_by_name, take_parameters
 from task import KnockoutTask
 from tests.sets import pack_levels
 from tests.template.fixtures import ON_ONE_AND_TWO
-from tests.tools.models import full_model
+from tests.template.models import full_model
 from tests.tools.runs import newest_checkpoint
 
 

@@ -21,7 +21,7 @@ from task import KnockoutTask
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
 from tests.template.tables import write_tables
-from tests.tools.runs import lines_of_test
+from tests.template.tasks import lines_of_test
 
 EFFECTS = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)  # of the nodes of each module
 NODES = [f"g{k:02}" for k in range(60)]

@@ -22,6 +22,7 @@ from model import ModelConfig
 from task import KnockoutTask
 from tests.sets import tables_of
 from tests.template.fixtures import write_table
+from tests.template.models import full_model
 from tests.template.tables import (
     additive_tables,
     dense_design,
@@ -30,8 +31,8 @@ from tests.template.tables import (
     without_validation,
     write_tables,
 )
-from tests.tools.models import full_model
-from tests.tools.runs import difference, output_for, predictions_of, read_metrics
+from tests.template.tasks import output_for, predictions_of
+from tests.tools.runs import difference, read_metrics
 
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x")]
 HEADER = ("genes", "growth", "cell size", "split", "sd")

@@ -17,7 +17,7 @@ from data_tables import Tables
 from metrics import pearson, r2
 from tests.sets import pack_levels
 from tests.template.tables import combined_tables
-from tests.tools.runs import predictions_of
+from tests.template.tasks import predictions_of
 
 SINGLES = ["sum", "largest", "smallest", "product"]
 

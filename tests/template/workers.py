@@ -38,8 +38,8 @@ from optim import OptimConfig, build_optimizer
 from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.sets import tables_of
-from tests.tools.models import full_model
-from tests.tools.runs import task_of
+from tests.template.models import full_model
+from tests.template.tasks import task_of
 
 NUM_NODES = 12
 NUM_ROWS = 22
@@ -338,7 +338,8 @@ def gpu_checks(kind: str) -> None:
     precisions, two of each are checked.
     """
     from tests.bench.synthetic import PRESETS
-    from tests.tools import fake_gpu, gpu, gpu_graphs
+    from tests.template import gpu, gpu_graphs
+    from tests.tools import fake_gpu
 
     gpu_graphs.NUM_STEPS = 1
     gpu_graphs.TIMED_STEPS = 2

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data_tables import SPLITS
 from ddp_setup import Distributed, setup
 from errors import UserError
 from evaluate import predict_rows
@@ -19,6 +18,7 @@ from run_folder import RunFolder
 from task import KnockoutTask
 from train import autocast, read_config
 
+SPLITS = ("train", "val", "test")
 SHOWN = 20  # bad rows printed at most
 LARGEST = 5  # rows printed if none is bad
 WORST = 3  # scores printed of each, at most

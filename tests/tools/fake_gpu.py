@@ -364,13 +364,9 @@ def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def replace_in_template() -> None:
     """Replaces CUDA graphs by the stand-in, and watches steps and captures for waits."""
     import train
-    from mask import SharedGraph
     from tests.tools import graphs
 
-    is_on_gpu = SharedGraph.is_on_gpu
-    graphs.pretend_gpu(free=MEMORY)
-    SharedGraph.is_on_gpu = is_on_gpu  # which CPUs pass for, there
-
+    graphs.replace_graphs(free=MEMORY)
     enter = graphs.Recording.__enter__
     leave = graphs.Recording.__exit__
 

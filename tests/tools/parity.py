@@ -8,13 +8,10 @@ from pathlib import Path
 
 import torch
 
-import data
-from data import DataConfig
-from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import Distributed, run
 from run_folder import LogConfig, RunConfig
-from tests.few_rows import few_rows
+from tests.few_rows import load_few_rows
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 from train import read_config, train
 
@@ -25,8 +22,6 @@ TOLERANCE = 1e-9  # of a tensor over its own norm, for runs that were disturbed
 OVER_THE_MODEL = 1e-10  # of a tensor over the norm of the model
 OF_METRICS = 1e-11
 METRICS = ("loss", "mse", "pearson", "grad_norm")  # which are compared
-
-load_all = data.load  # which the workers replace
 
 
 def parity(options: argparse.Namespace) -> bool:
@@ -75,7 +70,6 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
 def parity_worker(folder: str, arguments: list[str]) -> None:
     """Runs `train.train` with one world size, on a few rows of the user's tables."""
     config = read_config(arguments)
-    data.load = load_few_rows
 
     def program(ddp: Distributed) -> None:
         for accumulate in (1, 2):
@@ -92,12 +86,9 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
             )
             train(short, ddp)
 
-    end_process(run(program, config.ddp))
-
-
-def load_few_rows(config: DataConfig) -> Tables:
-    """Returns the user's tables with few rows in each split."""
-    return few_rows(load_all(config))
+    with load_few_rows():
+        status = run(program, config.ddp)
+    end_process(status)
 
 
 def parameter_differences(path: Path, reference: Path) -> dict[str, float]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.few_rows import few_rows
 from tests.sets import tables_of
 from tests.template.fixtures import copy_template, launch_forked
 from tests.tools import parity
@@ -121,7 +122,7 @@ def test_parity_takes_the_rows_that_have_scores():
     split = torch.arange(600) % 3
     tables = replace(tables_of([[row % 5] for row in range(600)], y), split=split.to(torch.int8))
     tables.y[:570] = math.nan
-    few = parity.few_rows(tables)
+    few = few_rows(tables)
     for name, num_rows in (("train", 77), ("val", 7), ("test", 7)):
         rows = few.rows(name)
         assert len(rows) == num_rows

@@ -24,8 +24,9 @@ from ddp_setup import Distributed
 from errors import UserError
 from mask import SharedGraph
 from metrics import METRICS
+from tests import check
 from tests.template.fixtures import MODULES, ROOT
-from tests.tools.pages import (
+from tests.template.pages import (
     CHANGELOG,
     DOCS,
     PAGES,
@@ -101,11 +102,12 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
 def check_module(module: str, words: list[str]) -> None:
     path = ROOT / (module.replace(".", "/") + ".py")
     assert path.is_file() or module.endswith(".NAME"), module
+    sources = [path, path.with_name("__init__.py")] if path.is_file() else []
     if module == "tests.check" and words[0] != "NAME":
         proof, *words = words
-        assert f'"{proof}": {proof}' in path.read_text(), f"tests.check has no {proof}"
+        assert proof in check.CHECKS, f"tests.check has no {proof}"
+        sources.append(ROOT / "tests/template/checks.py")
         read_config([word for word in words if re.match(r"\w+\.\w+=", word)])
-    sources = [path, path.with_name("__init__.py")] if path.is_file() else []
     for flag in (word for word in words if word.startswith("--")):
         name = flag[2:].split("=")[0]
         known = [f'"--{name}"', f" {name}={{", f'"{name}": {{']

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.template.fixtures import ROOT, SMALL, copy_template, fork, join, write_table
-from tests.tools.pages import DOCS, README, block_commands, blocks
+from tests.template.pages import DOCS, README, block_commands, blocks
 
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"

@@ -11,8 +11,9 @@ from mask_product import RelationStack
 from model_graphs import GraphedModel, GraphedUpdate
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS
+from tests.template import gpu, gpu_checks, gpu_graphs
 from tests.template.fixtures import ROOT, fork_ranks, join, restored_modules
-from tests.tools import gpu, gpu_checks, gpu_graphs, graphs
+from tests.tools import graphs
 from train import read_config
 
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.template.fixtures import ROOT, Finished
+from tests.template.machines import ADDRESSES, connect, two_machines
 from tests.template.slow.processes import (
     SMALL,
     VARIABLES,
@@ -20,7 +21,6 @@ from tests.template.slow.processes import (
     sh,
     wait_until,
 )
-from tests.tools.machines import ADDRESSES, connect, two_machines
 from tests.tools.runs import difference, read_metrics
 
 RDZV = "alpha:29500"

@@ -16,6 +16,7 @@ from optim import OptimConfig, schedule
 from predictor import are_equal
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
+from tests.template.pages import blocks
 from tests.template.slow.recipes import (
     adapt,
     add_levels,
@@ -27,7 +28,6 @@ from tests.template.slow.recipes import (
     run_tests,
     train,
 )
-from tests.tools.pages import blocks
 from tests.tools.runs import newest_checkpoint, read_metrics
 
 APART = [

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.template import soak
 from tests.template.fixtures import launch_forked
-from tests.tools import soak
 
 
 @pytest.fixture

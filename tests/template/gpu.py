@@ -21,7 +21,7 @@ import torch
 from errors import UserError
 from model import ModelConfig
 from optim import OptimConfig
-from tests.tools.gpu_checks import (
+from tests.template.gpu_checks import (
     Products,
     Runs,
     SpeedTables,
@@ -37,7 +37,7 @@ from tests.tools.gpu_checks import (
     training_speed,
     two_ranks,
 )
-from tests.tools.gpu_graphs import (
+from tests.template.gpu_graphs import (
     REFUSALS,
     deterministic_replays,
     failed_update,

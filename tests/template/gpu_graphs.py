@@ -31,8 +31,7 @@ from optim import OptimConfig, build_optimizer, set_learning_rates
 from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
-from tests.tools.diagnose import read_trace
-from tests.tools.gpu_checks import (
+from tests.template.gpu_checks import (
     NUM_SAMPLES,
     NUM_STEPS,
     SMALL,
@@ -42,6 +41,7 @@ from tests.tools.gpu_checks import (
     rank_on,
     small_task,
 )
+from tests.tools.diagnose import read_trace
 from tests.tools.parity import parameter_differences
 from train import (
     Meter,

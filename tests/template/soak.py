@@ -21,8 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.template.machines import ADDRESSES, connect, two_machines
 from tests.tools.faults import BALLAST, EXACT, lost
-from tests.tools.machines import ADDRESSES, connect, two_machines
 from tests.tools.parity import BATCH_SIZE, TOLERANCE
 from tests.tools.runs import launch, newest_checkpoint, zero_a_block
 

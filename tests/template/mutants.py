@@ -1,6 +1,6 @@
 """Which faults do the quick tests notice?
 
-    python -m tests.tools.mutants [--number 100] [--seed 0] [--only TEXT] [--modules NAME ...]
+    python -m tests.template.mutants [--number 100] [--seed 0] [--only TEXT] [--modules NAME ...]
 
 Changes one token of the template's modules at a time, in a copy of it: an operator, a number,
 `True`, `min`, `any` or `and` becomes another, or a condition is negated. Prints each mutant, and

@@ -1,0 +1,83 @@
+"""Graphs, tasks and results, as tests make and read them."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+
+from analyse_results import Results
+from config import Config
+from data import KnockoutDataset
+from losses import LOSSES
+from mask import LINEAR, SharedGraph
+from run_results import result_lines
+from task import KnockoutTask
+
+BEST = "runs/{}/checkpoints/best.pt"  # the best model of a run
+
+
+def small_graph(generator: torch.Generator) -> HeteroData:
+    """Returns 12 nodes in three relations, of which one is empty; node 10 has no edge."""
+    graph = HeteroData()
+    graph["gene"].num_nodes = 12
+    nodes = torch.tensor([node for node in range(12) if node != 10])
+    for relation, count in (("a", 40), ("none", 0), ("b", 25)):
+        drawn = torch.randint(len(nodes), (2, count), generator=generator)
+        graph["gene", relation, "gene"].edge_index = nodes[drawn]
+    return graph
+
+
+def task_of(
+    graph: SharedGraph, dataset: KnockoutDataset, config: Config | None = None
+) -> KnockoutTask:
+    """Returns the task of a dataset, without a baseline; its models predict the scores themselves.
+
+    It is on the device of the graph.
+    """
+    config = config or Config()
+    zeros = torch.zeros(len(dataset.tables.targets), dtype=torch.float64, device=graph.device)
+    return KnockoutTask(
+        config=config,
+        tables=dataset.tables,
+        fingerprint="",
+        graph=graph,
+        criterion=LOSSES[config.optim.loss](zeros, zeros + 1),
+        dataset=dataset,
+        route="",
+        basis=LINEAR,
+    )
+
+
+def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
+    """Returns the output [n, T, 1] of a model that predicts these scores [n, T]."""
+    if task.criterion.is_binary:
+        prediction = prediction.logit()
+    return ((prediction - task.criterion.mean) / task.criterion.std).unsqueeze(2)
+
+
+def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
+    """Returns the lines of test.tsv, given predictions of the test rows."""
+    rivals = task.rivals_of(task.rows("test"))
+    return list(result_lines(task.tables, prediction, rivals))
+
+
+def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
+    """Returns what a test.tsv says of scores, predictions and baseline [n, T], of no genes."""
+    n, num_targets = y.shape
+    return Results(
+        genes=[""] * n,
+        unseen=torch.zeros(n, num_targets, dtype=torch.long),
+        unseen_genes=[""] * n,
+        targets=[f"score{t}" for t in range(num_targets)],
+        y=y,
+        prediction=prediction,
+        rivals={"baseline": baseline},
+    )
+
+
+def read_table(path: Path) -> tuple[list[str], list[str], Tensor]:
+    """Returns header, sets and numbers of predictions, nan where a cell is empty."""
+    header, *rows = [line.split("\t") for line in path.read_text().splitlines()]
+    numbers = [[float(cell or "nan") for cell in row[1:]] for row in rows]
+    return header, [row[0] for row in rows], torch.tensor(numbers, dtype=torch.float64)
