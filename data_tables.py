@@ -183,7 +183,7 @@ def cached(
     """Returns the value of `build`, which is kept in a file of the folder, if one is named.
 
     The file is that of `key`, a text of all that the value depends on but for code, and of the code
-    of the module of `function`. Without data_cache.py, the value is built each time.
+    of the module of `function`. Without the part that reads it, the value is built each time.
     """
     data_cache = optional("data_cache") if cache_dir else None
     if data_cache is None:

@@ -1,4 +1,4 @@
-"""The loop over rows that are predicted: in validation, in the test and by predict.py.
+"""The loop over rows that are predicted: in validation, in the test and later.
 
 Every function is called on all ranks, which share the rows.
 

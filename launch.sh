@@ -79,6 +79,7 @@ install() {
   "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$base is older than Python 3.10: activate a newer one"
   echo "Installing $1 into $venv (once; it takes minutes, as PyTorch is large)"
+  [ -e "$venv" ] || rm -f "$venv" # a link to an environment that is gone
   [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot make $venv"
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 ||
     die "$venv has no pip: remove it, install python3-venv and run this again"

@@ -12,7 +12,7 @@ with `level` that of each node, 1 if intact, and `keep` where it is not 0. `Shar
 `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Where all samples have the same
 states, as before the first layer, `SharedGraph.propagate_from_one` needs one product for all.
 Layers that need values for each edge (attention, say) use `expand` and `EdgeMasks`: B
-block-diagonal copies of the graph and a boolean per copied edge, as `mask_copies.py` does.
+block-diagonal copies of the graph and a boolean per copied edge.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
 B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.

@@ -4,7 +4,7 @@ The *encoder* gives all nodes states on the intact graph, once for each batch: t
 term *local* is a set function of the wild-type states of the knocked-out nodes. The term *knockout*
 runs the encoder's layers for every sample on the graph without its dead nodes, and reads how the
 states of the living nodes change. `KnockoutTask.build_model` puts the terms together. `record`,
-`has_plan` and `LayerStates` are there for model_reach.py alone: without it, `record` is None.
+`has_plan` and `LayerStates` are there for a plan of batches alone: without, `record` is None.
 
 Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
 targets of C columns each (see losses.py; those of a target lie together), K responses of a node to
@@ -83,7 +83,7 @@ class WildType(NamedTuple):
     encoder: "Encoder"  # whose pass it is
     x: Tensor  # the nodes' identities, the states before the first layer, [N, 1, H]
     sent: Tensor  # what the nodes send in the first layer, before its norm, [N, 1, H]
-    layers: list[LayerStates]  # of a batch with a plan, see `model_reach.py`
+    layers: list[LayerStates]  # of a batch with a plan
     final: Tensor  # normalised states after the last layer, [N, 1, H]
     draws: Draws
     kept: dict[str, Tensor]  # "hidden", which the term local leaves to the term pairs behind it
@@ -370,7 +370,7 @@ class KnockoutTerm(nn.Module):
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C], of few samples at a time, which stay in cache."""
-        if "plan" in batch:  # of `model_reach.py`, a faster way to the same numbers
+        if "plan" in batch:  # a faster way to the same numbers
             return self.read(batch.plan.pooled(self, graph, wild), wild, batch)
         living = wild.encoder.living(graph, batch)
         blocks = []

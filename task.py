@@ -2,8 +2,7 @@
 
 `KnockoutTask` reads the tables, builds graph, dataset and model, and says what a prediction is
 worth, beside rivals that predict without it. It never touches DDP, the optimiser, the order of the
-samples or a seed; those are in train.py. A task of your own keeps the names that train.py and
-predict.py use.
+samples or a seed; those are in train.py. A task of your own keeps the names that others use.
 
 Shapes: N nodes, n rows of T targets, B samples in a batch, C columns of a target.
 """
@@ -133,7 +132,7 @@ class KnockoutTask:
         sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
         unseen = tables.unseen_share("val")  # training hides as many nodes
         model = KnockoutGNN(options, *sizes, unseen, self.basis, len(self.criterion.columns))
-        # In the order of the columns of `predict.py --parts`, behind which one of yours comes.
+        # In the order of a prediction's parts, behind which one of yours comes.
         terms = model.terms
         hidden = options.hidden
         if options.start == "baseline" and options.readout != "global":

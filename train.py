@@ -6,8 +6,6 @@
 Options are listed in config.yaml; `section.key=value` on the command line overrides the file. The
 same command starts and resumes a run; a signal or a file STOP in the run folder ends it cleanly.
 Exit status: 0 finished or stopped on request, 1 failure, 2 wrong configuration or input data.
-
-`predict.py` predicts with a run, `analyse.py` says what its predictions are worth.
 """
 
 import copy
@@ -340,10 +338,11 @@ class Meter:
             state.skipped += 1
             state.skipped_in_row += 1
             if state.skipped_in_row >= limit:
+                advice = "lower optim.lr or optim.clip"
+                if is_here("tests/check"):
+                    advice += ", or find bad rows: `python -m tests.check rows`, the same options"
                 raise RunError(
-                    f"step {step} is not finite, {limit} in a row (optim.on_nonfinite): "
-                    "lower optim.lr or optim.clip, or find bad rows with "
-                    "`python -m tests.check rows` and the same options"
+                    f"step {step} is not finite, {limit} in a row (optim.on_nonfinite): {advice}"
                 )
             log.warning(f"skipped   step {step}, which is not finite, {state.skipped} in total")
 

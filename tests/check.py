@@ -16,9 +16,9 @@ devices   reports the device of every parameter, buffer, gradient, optimiser sta
           device
 syncs     reports file and line of whatever makes the host wait for the device in ten steps of your
           configuration
-rows      explains a non-finite step, given the run's own options: prints the rows whose squared
-          error under the newest checkpoint is not finite or, if there are none, the five training
-          rows with the largest errors
+rows      explains a non-finite step, given the run's own options: prints the rows whose loss
+          under the newest checkpoint is not finite or, if there are none, the five training rows
+          with the largest losses
 trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that
           log.profile_steps traced
 """

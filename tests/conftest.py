@@ -13,8 +13,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest_plugins = ["tests.options"]
-if (ROOT / "tests/template").is_dir():  # the template's own tests, which a copy has not
-    pytest_plugins.append("tests.template.fixtures")
+for _path in (ROOT / "tests").glob("*/fixtures.py"):  # those of a folder, for all tests
+    pytest_plugins.append(f"tests.{_path.parent.name}.fixtures")
 
 
 @pytest.fixture(scope="session")

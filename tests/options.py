@@ -4,7 +4,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the tests in tests/template/slow")
+    parser.addoption("--all", action="store_true", help="also run the slow tests")
     parser.addoption(
         "--config",
         metavar="FILE",

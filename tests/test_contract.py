@@ -137,7 +137,7 @@ def test_a_metric_is_larger_where_predictions_are_better(task):
         difference = metric(y, y, 1.0) - metric(y, y[order], 1.0)
         assert not (difference < 0).any(), (
             f"{name} of metrics.METRICS falls where predictions get better: return it negative, "
-            "as in analyse.py and curves.svg, the largest is the best"
+            "as everywhere, the largest is the best"
         )
 
 

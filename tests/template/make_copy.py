@@ -1,10 +1,12 @@
 """Copies what an experiment of one's own needs: ./launch.sh copy DIR [--without PART,...]
 
 Copied are the files as they lie here, edited or not: the core, the parts but those named, example/,
-and the tests that hold for any model and tables. `--without all` leaves out every part. Options of
-parts that are left out are set to off in the copy's config.yaml.
+docs/, and the tests that hold for any model and tables. `--without all` leaves out every part but
+the checks, and `--without all,checks` these, too. Options of parts that are left out are set to off
+in the copy's config.yaml. The copy's .venv is a link to the environment that makes it.
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -17,10 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from errors import UserError  # noqa: E402
-from tests.template.parts_list import PARTS, Part  # noqa: E402
+from tests.template.parts_list import PARTS, Part, num_lines  # noqa: E402
 
 PATTERNS = ("*.py", "*.yaml", "*.toml", "requirements*.txt", "launch.sh", "LICENSE", ".gitignore")
 PATTERNS += (".github/workflows/*.yml",)
+PATTERNS += ("example/*", "docs/**/*", "tests/*.py", "tests/tools/*")
+STAYS = {"measured.md"}  # what was measured of the template
+# In launch.sh, the command of this module: its line of the usage, its call, its function.
+COMMAND = r"^(#   \./launch\.sh copy .*|.* make_copy .*|make_copy\(\) \{[^}]*\n\}\n)\n"
 USAGE = "./launch.sh copy DIR [--without PART,...], or --without all"
 EDITED = {  # what a copy's owner changes first
     "config.yaml": "every option, with a comment",
@@ -60,14 +66,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def left_out(names: Sequence[str]) -> list[Part]:
-    """Returns the parts of these names, all for "all"; raises `UserError` for an unknown one."""
+    """Returns the parts of these names, all of the code for "all"; raises `UserError`."""
     by_name = {part.name: part for part in PARTS}
-    if "all" in names:
-        return PARTS
-    unknown = [name for name in names if name and name not in by_name]
+    unknown = [name for name in names if name and name not in {*by_name, "all"}]
     if unknown:
         raise UserError(f"there is no part '{unknown[0]}': choose from {', '.join(by_name)}, all")
-    return [part for name, part in by_name.items() if name in names]
+    return [part for part in PARTS if part.name in names or ("all" in names and part.is_code)]
 
 
 def copy(folder: Path, without: Sequence[Part]) -> None:
@@ -86,6 +90,11 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
             shutil.copy(path, target)
         for workflow in partial.glob(".github/workflows/*.yml"):
             workflow.write_text(workflow.read_text().replace(".ci/run", "./launch.sh test"))
+        launcher = partial / "launch.sh"
+        launcher.write_text(re.sub(COMMAND, "", launcher.read_text(), flags=re.M))
+        python = environment()
+        if python is not None:
+            (partial / ".venv").symlink_to(python)
         switch_off(partial / "config.yaml", without)
         parts = [part for part in PARTS if (partial / part.files[0]).exists()]
         (partial / "README.md").write_text(readme(folder.name, partial, parts))
@@ -94,6 +103,23 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     report(folder, parts)
+    if python is not None:
+        print(
+            f"python    {python}, by the link .venv: without it, ./launch.sh makes one of its own"
+        )
+
+
+def environment() -> Path | None:
+    """Returns the environment with the packages: the active one, or else the template's.
+
+    A Python outside of any has none, and is found without.
+    """
+    active = Path(sys.prefix)
+    is_environment = (active / "pyvenv.cfg").exists() or (active / "conda-meta").is_dir()
+    if is_environment and importlib.util.find_spec("torch_geometric"):
+        return active
+    own = ROOT / ".venv"
+    return own.resolve() if (own / "bin/python").exists() else None
 
 
 def files_of_copy(gone: set[str]) -> list[Path]:
@@ -101,29 +127,39 @@ def files_of_copy(gone: set[str]) -> list[Path]:
     paths = []
     for pattern in PATTERNS:
         paths += [path for path in ROOT.glob(pattern) if path.is_file()]
-    paths += [path for path in (ROOT / "example").iterdir() if path.is_file()]
-    for path in (ROOT / "tests").glob("*.py"):
+    left = []
+    for path in sorted(paths):
+        name = path.relative_to(ROOT).as_posix()
         tested = path.name.removeprefix("test_")  # the tests of a module are test_<module>.py
-        if tested not in {*gone, "check.py"}:
-            paths.append(path)
-    return sorted(path for path in paths if path.name not in gone)
+        if not gone & {name, str(Path(name).parent), tested} and path.name not in STAYS:
+            left.append(path)
+    return left
 
 
 def switch_off(path: Path, without: Sequence[Part]) -> None:
-    """Sets the options that ask for parts that are left out, in a file of options."""
+    """Sets the options that ask for parts that are left out, in a file of options.
+
+    Their comments name what is left to choose from.
+    """
     lines = path.read_text().splitlines()
     section = ""
     for number, line in enumerate(lines):
         if re.match(r"\w+:", line):
             section = line.partition(":")[0]
-        found = re.match(r"  (\w+): (\S+) *", line)
+        found = re.match(r"  (\w+): (\S+) *# (.*)", line)
         if not found:
             continue
-        option, value = found.groups()
+        option, value, comment = found.groups()
         for part in without:
-            if part.option == f"{section}.{option}" and part.is_asked_for(value.strip('"')):
-                replaced = f"  {option}: {off_value(part)}".ljust(len(found[0]))
-                lines[number] = replaced + line[found.end() :]
+            if part.option != f"{section}.{option}":
+                continue
+            if part.is_asked_for(value.strip('"')):
+                value = off_value(part)
+            choices = comment.split(" | ")
+            left = [text for text in choices if not part.is_asked_for(text.partition(":")[0])]
+            comment = " | ".join(left) or "off, as its part was left out"
+        start = f"  {option}: {value}".ljust(found.start(3) - 2)
+        lines[number] = f"{start}# {comment}"
     path.write_text("\n".join([*lines, ""]))
 
 
@@ -135,8 +171,11 @@ def off_value(part: Part) -> str:
 def readme(name: str, folder: Path, parts: Sequence[Part]) -> str:
     """Returns the README of a copy that lies in a folder, and has these parts."""
     edited = [f"| `{file}` | {text} |" for file, text in EDITED.items() if (folder / file).exists()]
+    checks = []
     of_parts = []
     for part in parts:
+        if part.name == "checks":
+            checks.append("python -m tests.check --help    # checks of your model, on your tables")
         option = f"`{part.option}: {off_value(part)}`" if part.option else ""
         files = ", ".join(file for file in part.files if (folder / file).exists())
         of_parts.append(f"| {part.name} | {files} | {option} |")
@@ -150,6 +189,7 @@ def readme(name: str, folder: Path, parts: Sequence[Part]) -> str:
         "./launch.sh         # trains on the tables that config.yaml names",
         "./launch.sh test    # the tests that hold for any model, loss and tables",
         "torchrun --standalone --nproc_per_node=4 train.py     # one process per GPU",
+        *checks,
         "```",
         "",
         "| edit | for |",
@@ -169,19 +209,14 @@ def readme(name: str, folder: Path, parts: Sequence[Part]) -> str:
     return "\n".join(lines)
 
 
-def num_lines(paths: Sequence[Path]) -> int:
-    return sum(len(path.read_text().splitlines()) for path in paths)
-
-
 def report(folder: Path, parts: Sequence[Part]) -> None:
     """Prints the parts of a copy, and what its owner has in all."""
     for part in parts:
-        paths = [folder / file for file in part.files if (folder / file).exists()]
-        print(f"part      {part.name}: {len(paths)} files, {num_lines(paths):,} lines")
+        print(f"part      {part.name}: {part.num_lines(folder):,} lines")
     of_parts = {file for part in PARTS for file in part.files}
     modules = list(folder.glob("*.py"))
     core = [path for path in modules if path.name not in of_parts]
-    tests = list((folder / "tests").glob("*.py"))
+    tests = list((folder / "tests").rglob("*.py"))
     print(f"core      {len(core)} modules, {num_lines(core):,} lines")
     print(f"all       {len(modules)} modules, {num_lines(modules):,} lines")
     print(f"tests     {len(tests)} files, {num_lines(tests):,} lines")

@@ -1,6 +1,8 @@
 """The parts as a list: what each is made of, and what one loses without it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from parts import FOLDER, NEEDS
 
@@ -12,8 +14,8 @@ class Part:
     """A part of the template.
 
     Args:
-        patterns: of the files to delete; the first is the file that its option needs. Two parts
-            can share others, which go with either.
+        patterns: of the files and folders to delete; the first is the file that its option needs.
+            Two parts can share others, which go with either.
         loss: what one loses, a text.
     """
 
@@ -31,12 +33,29 @@ class Part:
         return value in self.on if self.on else value != self.off
 
     @property
+    def is_code(self) -> bool:
+        """Whether runs can need it."""
+        return "/" not in self.patterns[0]
+
+    @property
     def files(self) -> list[str]:
-        """Those that are here."""
+        """The files and folders that are here."""
         paths = []
         for pattern in self.patterns:
             paths += sorted(FOLDER.glob(pattern))
-        return [path.name for path in paths]
+        return [str(path.relative_to(FOLDER)) for path in paths]
+
+    def num_lines(self, folder: Path = FOLDER) -> int:
+        """Returns how many lines of Python it has in a folder."""
+        paths = []
+        for file in self.files:
+            path = folder / file
+            paths += path.glob("*.py") if path.is_dir() else [path]
+        return num_lines([path for path in paths if path.exists()])
+
+
+def num_lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
 
 
 PARTS = [
@@ -117,5 +136,10 @@ PARTS = [
         "machines",
         ("ddp_machines.py",),
         loss="no check of machines before a long run; torchrun by hand on each of several",
+    ),
+    Part(
+        "checks",
+        ("tests/check.py", "tests/tools"),
+        loss="no checks of an edited copy: processes, devices, waits, faults; no pretended GPU",
     ),
 ]

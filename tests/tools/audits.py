@@ -101,7 +101,8 @@ def record_tensors(found: dict[str, Any]) -> None:
 
         model.register_forward_hook(record, with_kwargs=True)
         found["model"] = model
-        found["scale"] = vars(task.criterion)
+        if hasattr(task, "criterion"):
+            found["scale"] = vars(task.criterion)
         return model
 
     def build_optimizer(*args: object) -> torch.optim.Optimizer:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.data import Data
 
 from ddp_setup import Distributed, setup
 from errors import UserError
-from evaluate import predict_rows
+from evaluate import compute_rows, evaluation_batch_size, predict_rows
 from run_checkpoint import load_model
 from run_folder import RunFolder
 from task import KnockoutTask
@@ -27,7 +28,7 @@ PHASES = ("data", "forward", "backward", "optimiser", "agreement", "evaluation",
 
 # ---- Rows ----------------------------------------------------------------------------------------
 def rows(options: argparse.Namespace) -> bool:
-    """Prints the rows whose squared error under the newest model is not finite.
+    """Prints the rows whose loss under the newest model is not finite.
 
     Returns whether there are none.
     """
@@ -41,19 +42,13 @@ def rows(options: argparse.Namespace) -> bool:
         print(f"the model has non-finite weights, so no row is to blame: {', '.join(broken)}")
         return False
 
-    tables = task.tables
-    chosen = torch.cat([tables.rows(split) for split in SPLITS])
-    prediction = torch.zeros_like(tables.y)  # [n, T], also of rows in no split
-    error = torch.zeros_like(tables.y, dtype=config.optim.dtype)
+    model.eval()
+    of_split = {split: task.rows(split) for split in SPLITS}
+    chosen = torch.cat(list(of_split.values()))
     with autocast(config.optim, ddp):
-        output = predict_rows(model, task, chosen, ddp)
-    prediction[chosen] = task.to_scores(output)
-    y = tables.y[chosen]
-    # In the type of the training loss, which overflows where this does.
-    losses = task.criterion.to("cpu").losses(output.to(config.optim.dtype), y.nan_to_num())
-    error[chosen] = losses.where(~y.isnan(), 0.0).to(error.dtype)
-    error_of_row = error.sum(dim=1)
-    bad = chosen[~error_of_row[chosen].isfinite()]
+        losses = losses_of_rows(model, task, chosen, ddp)
+    loss_of_row = losses.sum(dim=1)
+    bad = (~loss_of_row.isfinite()).nonzero().flatten()
     if len(bad):
         print(f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite loss:")
         shown = bad[:SHOWN]
@@ -61,12 +56,33 @@ def rows(options: argparse.Namespace) -> bool:
         print(
             "every loss is finite; if a step is not, lower optim.lr. Largest in the training split:"
         )
-        training = tables.rows("train")
-        order = error_of_row[training].argsort(descending=True)
-        shown = training[order[:LARGEST]]
-    for row in shown.tolist():
-        print(describe_row(task, row, prediction[row], error[row]))
+        order = loss_of_row[: len(of_split["train"])].argsort(descending=True)
+        shown = order[:LARGEST]
+    with autocast(config.optim, ddp):
+        output = predict_rows(model, task, chosen[shown], ddp)
+    for place, output_of_row in zip(shown, output, strict=True):
+        row = int(chosen[place])
+        (split,) = [split for split, rows in of_split.items() if row in rows]
+        text = describe_row(task, row, output_of_row, losses[place])
+        print(f"  row {row} ({split}): {text}loss {loss_of_row[place]:.3g}")
     return len(bad) == 0
+
+
+def losses_of_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
+    """Returns the loss of each score of n rows, float64 [n, T], 0 for one that does not count.
+
+    A batch's loss is the sum of them times their weights, so each is a derivative by a weight.
+    """
+
+    def losses(batch: Data) -> Tensor:
+        output = model(task.graph, batch)
+        batch.weight.requires_grad_()
+        with torch.enable_grad():
+            (of_scores,) = torch.autograd.grad(task.loss(output, batch).sum(), batch.weight)
+        return of_scores.where(batch.weight != 0, 0.0).view(-1, task.num_targets)
+
+    size = evaluation_batch_size(task)
+    return compute_rows(losses, task.dataset, rows, size, (task.num_targets,), ddp)
 
 
 def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
@@ -83,18 +99,22 @@ def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
     return model
 
 
-def describe_row(task: KnockoutTask, row: int, prediction: Tensor, error: Tensor) -> str:
-    """Returns a line with a row's nodes, and the scores [T] with the largest losses [T]."""
+def describe_row(task: KnockoutTask, row: int, output: Tensor, losses: Tensor) -> str:
+    """Returns a row's nodes, and its scores with the largest losses [T], given a model's output.
+
+    It is empty for a task without tables of knock-outs.
+    """
+    if not hasattr(task, "tables"):
+        return ""
     tables = task.tables
+    prediction = task.to_scores(output.unsqueeze(0))[0]
     start, end = tables.perturbed_ptr[row : row + 2].tolist()
     nodes = ",".join(tables.names(tables.perturbed[start:end], tables.level[start:end]))
-    worst = error.nan_to_num(math.inf).argsort(descending=True)[:WORST]
     scores = []
-    for target in worst.tolist():
+    for target in losses.nan_to_num(math.inf).argsort(descending=True)[:WORST].tolist():
         name = tables.targets[target]
         scores.append(f"{name} {tables.y[row, target]:g}, prediction {prediction[target]:g}")
-    split = SPLITS[tables.split[row]]
-    return f"  row {row} ({split}): genes {nodes}, {'; '.join(scores)}, loss {error.sum():.3g}"
+    return f"genes {nodes}, {'; '.join(scores)}, "
 
 
 # ---- Traces --------------------------------------------------------------------------------------
