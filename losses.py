@@ -2,7 +2,7 @@
 
 A loss is a class here and an entry of `LOSSES`, by whose name optim.loss asks for it. It names the
 columns that a model has for each score. The first one predicts the score, in standard deviations
-from the mean: what is known without the graph adds to it, and its terms and reasons are given.
+from the mean: what is known without the graph adds to it, and so do terms.
 Columns that follow say more, such as how sure the model is; training starts with 0 in them.
 
 Shapes: n rows of T scores, C columns of a score, M models.

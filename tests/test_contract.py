@@ -281,8 +281,8 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
 def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     """Returns a task of tables of the same shapes whose model starts from other values.
 
-    Targets are in the opposite order. Scores and levels are others, so that the responses to them
-    have other units, unless the dataset refuses levels.
+    Targets are in the opposite order. Levels are others, unless the dataset refuses them, and the
+    scores, which the loss must not refuse, are in the order of responses to them.
     """
     generator = torch.Generator().manual_seed(1)
     tables = task.tables
@@ -293,9 +293,12 @@ def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     size = (len(tables.genes), tables.y.size(1))
     effect = 1 + 0.1 * torch.randn(size, generator=generator, dtype=torch.float64)
     responses = (1 - level).unsqueeze(1) * effect[tables.perturbed]
-    y = scatter(responses, tables.sample(), dim_size=len(tables.y))
-    if task.criterion.is_binary:
-        y = (y > y.median(dim=0).values).double()
+    total = scatter(responses, tables.sample(), dim_size=len(tables.y))
+    is_present = ~tables.y.isnan()
+    y = tables.y.clone()
+    for target, present in enumerate(is_present.T):
+        order = total[present, target].argsort().argsort()
+        y[present, target] = tables.y[present, target].sort().values[order]
     targets = list(tables.targets)[::-1]
     other = dataclasses.replace(tables, level=level, y=y, targets=targets)
     try:

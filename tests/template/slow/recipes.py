@@ -13,10 +13,12 @@ from data import KnockoutDataset
 from mask import SharedGraph
 from tests.bench.synthetic import Preset, synthetic_tables
 from tests.sets import tables_of
-from tests.template.fixtures import SMALL, fork_ranks, join
+from tests.template.fixtures import ROOT, SMALL, fork_ranks, join
+from tests.template.pages import blocks
 from tests.tools.parity import OVER_THE_MODEL, parameter_differences
 from tests.tools.runs import newest_checkpoint, read_metrics
 
+PAGE = ROOT / "docs/adapting.md"
 LEVELS = [{1: 0.3, 5: 0.0, 8: 3.0}, {}, {2: 0.5}]  # of nodes in three samples
 
 
@@ -56,6 +58,16 @@ def launch(copy: Path, world_size: int, script: str, *arguments: str, code: int 
     return output
 
 
+def copy_of_classes(folder: Path) -> Path:
+    """Makes the copy of docs/adapting.md that knows no graph, by its commands; returns it."""
+    (block,) = [block for block in blocks(PAGE, "bash") if "recipes/classes" in block.text]
+    commands, is_split, _ = block.text.partition("./launch.sh test")
+    assert is_split
+    commands = commands.replace("../mine", str(folder))
+    subprocess.run(["bash", "-euc", commands], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
 def refuse(copy: Path, message: str, script: str, *arguments: str) -> None:
     """Runs a script of the copy, which must say once what is wrong with the input.
 
@@ -79,11 +91,11 @@ def train(
     return torch.load(newest_checkpoint(run), weights_only=True), read_metrics(run)
 
 
-def assert_parity(copy: Path) -> None:
+def assert_parity(copy: Path, *options: str) -> None:
     """Computes what `python -m tests.check parity --world-sizes 1,2` does, but starts faster."""
     folder = copy.parent / "parity"
     for world_size in (1, 2):
-        launch(copy, world_size, "tests/check.py", "parity-worker", str(folder))
+        launch(copy, world_size, "tests/check.py", "parity-worker", str(folder), *options)
     for accumulate in (1, 2):
         differences = parameter_differences(folder / f"2-{accumulate}", folder / "1-1")
         assert max(differences.values()) <= OVER_THE_MODEL

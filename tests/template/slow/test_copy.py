@@ -1,35 +1,24 @@
-"""The commands in a copy of the template that has left files out or edited the layer."""
+"""What is in a copy: checks of its own code and tables, words, tests that hold for its edits."""
 
+import ast
+import contextlib
+import functools
+import io
 import json
+import os
+import re
+import shutil
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.template.fixtures import SMALL, copy_template
-
-
-@pytest.fixture
-def run_in_copy(command, tmp_path):
-    """run_in_copy(script, *arguments) runs a script of the copy, with its own modules alone."""
-    copy = copy_template(tmp_path / "copy", tests=False)
-    assert not (copy / "tests").exists()
-
-    def start(script, *arguments):
-        return command(0, copy / script, *arguments).check().stdout
-
-    return start
-
-
-def test_the_commands_work_without_the_tests(run_in_copy, tmp_path):
-    assert "OK     versions" in run_in_copy("ddp_machines.py")
-    run_in_copy("train.py", *SMALL)
-    status = json.loads((tmp_path / "runs/default/status.json").read_text())
-    assert status["state"] == "finished"
-    (tmp_path / "ask.tsv").write_text("genes\nG00001\nG00002,G00003\n")
-    run_in_copy("predict.py", "ask.tsv", "runs/default")
-    header, *rows = (tmp_path / "ask.predictions.tsv").read_text().splitlines()
-    assert header.startswith("genes\t") and len(rows) == 2
-    assert "pearson" in run_in_copy("analyse.py", "runs/default").lower()
-
+from tests.template import make_copy
+from tests.template.fixtures import ROOT, SMALL, copy_template, launch_forked
+from tests.template.slow.recipes import assert_parity, copy_of_classes, launch
+from tests.tools.faults import FAULTS, run_fault
 
 EDIT = """
 from model import KnockoutConv
@@ -76,3 +65,186 @@ def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours
     assert losses["kept"] == pytest.approx(losses["deleted"], rel=1e-12)
     predicted = start("predict.py", "all-singles", "runs/kept", option).check().stdout
     assert "30 predictions written" in predicted
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+OUTPUT = {  # what the model returns, in model.py of a copy
+    "whole": "output.to(self.encoder.norm.weight.dtype)",
+    "core": "output.to(self.encoder.norm.weight.dtype)",
+    "classes": "self.layers(batch.x)",
+}
+COUNT = "self.calls = getattr(self, 'calls', 0) + 1"  # which no checkpoint has
+HIDDEN = "model.hidden=8"
+
+
+@pytest.fixture(scope="module")
+def copy_of_kind(tmp_path_factory) -> Callable[[str], Path]:
+    """copy_of_kind("whole"), "core" or "classes" is that copy, which all tests share."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind) / "copy"
+        if kind == "classes":
+            copy_of_classes(folder)
+            config = folder / "config.yaml"
+            config.write_text(config.read_text().replace("rows: 2003", "rows: 300"))
+            return folder
+        parts = "all" if kind == "core" else ""
+        assert make_copy.main([str(folder), f"--without={parts}"]) == 0
+        scores = folder / "example/scores.tsv"
+        scores.write_text("\n".join(scores.read_text().splitlines()[:400]))
+        return folder
+
+    return make
+
+
+@contextlib.contextmanager
+def edited(path: Path, old: str, new: str) -> Iterator[None]:
+    """In the block, a file has another text in place of one."""
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def parity_finds(copy: Path) -> bool:
+    try:
+        assert_parity(copy, HIDDEN)
+    except AssertionError:
+        return True
+    return False
+
+
+def syncs_finds(copy: Path) -> bool:
+    return "WAITS  model.py:" in launch(copy, 1, "tests/check.py", "audit-worker", "syncs", HIDDEN)
+
+
+def faults_finds(copy: Path) -> bool:
+    (fault,) = [fault for fault in FAULTS if fault.name == "a rank killed in the forward pass"]
+    launch_once = functools.partial(launch_forked, script=f"{copy}/tests/check.py")
+    arguments = ["fault-worker", str(copy.parent), HIDDEN]
+    reference = copy.parent / "reference"
+    status, output = launch_once(2, [*arguments, f"run.name={reference.name}"])
+    assert status == 0, output
+    problem = run_fault(fault, copy.parent / "killed", reference, arguments, launch_once)
+    assert not problem or "differs from the undisturbed run's" in problem, problem
+    return bool(problem)
+
+
+def fake_gpu_finds(copy: Path) -> bool:
+    arguments = ["train.py", HIDDEN, "optim.epochs=1"]
+    try:
+        launch(copy, 1, "tests/tools/fake_gpu.py", *arguments)
+    except AssertionError as error:
+        assert "Expected all tensors to be on the same device" in str(error), error
+        return True
+    return False
+
+
+FINDS = {  # by what is wrong: the check, a statement of the edit, and by how much outputs change
+    "a mixed device": (fake_gpu_finds, "", "Tensor([0.0])"),
+    "a wait in a step": (syncs_finds, "", "0.0 * next(self.parameters()).sum().item()"),
+    "a draw that depends on the rank": (parity_finds, "", "0.01 * Tensor(1).normal_()"),
+    "a state that is not saved": (faults_finds, COUNT, "0.01 * self.calls"),
+}
+
+
+@pytest.mark.parametrize("name", FINDS)
+@pytest.mark.parametrize("kind", OUTPUT)
+def test_a_check_in_a_copy_passes_and_finds_an_edit(copy_of_kind, kind, name):
+    """On its own tables and model."""
+    copy = copy_of_kind(kind)
+    finds, statement, addition = FINDS[name]
+    old = f"        return {OUTPUT[kind]}\n"
+    new = f"        {statement}\n        return {OUTPUT[kind]} * (1 + {addition})\n"
+    with edited(copy / "model.py", old, new):
+        assert finds(copy)
+    if kind == "whole":  # of which other tests say that all checks pass
+        return
+    for folder in ("parity", "runs", "reference", "killed"):
+        shutil.rmtree(copy.parent / folder, ignore_errors=True)
+    assert not finds(copy)
+
+
+# ---- Words ---------------------------------------------------------------------------------------
+def words_of(path: Path) -> Iterator[str]:
+    """Yields comments and texts of a file, but those of blocks that ask whether a part is here."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        yield text if path.name != "launch.sh" else "\n".join(re.findall(r"#.*", text))
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    queue = [ast.parse(text)]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.If) and "is_here(" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        queue.extend(ast.iter_child_nodes(node))
+
+
+def test_a_core_copy_names_nothing_that_it_has_not(tmp_path):
+    """Files, folders, pages and commands; its docs are the template's."""
+    copy = tmp_path / "copy"
+    assert make_copy.main([str(copy), "--without", "all,checks"]) == 0
+    pages = {path.name for path in (copy / "docs").glob("*.md")}
+    paths = [path for path in copy.rglob("*.*") if path.is_file() and "docs" not in path.parts]
+    there = [*ROOT.glob("*.*"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/**/*.*")]
+    gone = {path.name for path in there} - {path.name for path in paths} - pages
+    assert {"model_reach.py", "measured.md", "CHANGELOG.md", "attention.patch"} <= gone
+    names = [re.escape(name) for name in sorted(gone) if not name.startswith(".")]
+    names += [r"tests[/.](?:template|bench|tools|recipes|check)", r"launch\.sh copy"]
+    pattern = re.compile(rf"(?<!\*/)(?<![\w.])({'|'.join(names)})\b")
+    found = {}
+    for path in paths:
+        for word in words_of(path):
+            for match in pattern.finditer(word):
+                found.setdefault(path.name, set()).add(match[1])
+    assert found == {}
+
+
+# ---- Tests ---------------------------------------------------------------------------------------
+COUNTS = '''
+class Counts(Squared):
+    """Squared errors of whole numbers; others are refused."""
+
+    @staticmethod
+    def check(y: Tensor) -> None:
+        if not bool(((y == y.round()) | y.isnan()).all()):
+            raise UserError("optim.loss=counts needs whole numbers")
+
+
+LOSSES["counts"] = Counts
+'''
+
+
+@pytest.mark.usefixtures("tables")
+def test_the_tests_of_an_edited_copy_pass(run, tmp_path):
+    """With another default, other tables, a loss that refuses scores, and another readout."""
+    copy = tmp_path / "copy"
+    assert make_copy.main([str(copy), "--without", "all"]) == 0
+    lines = (tmp_path / "scores.tsv").read_text().splitlines()
+    rows = [line.split("\t") for line in lines[1:]]
+    scores = [f"{genes}\t{round(float(score))}" for genes, score in rows]
+    (tmp_path / "scores.tsv").write_text("\n".join([lines[0], *scores, ""]))
+    config = (copy / "config.yaml").read_text()
+    for option, value in (
+        ("edges", tmp_path / "edges.tsv"),
+        ("perturbations", tmp_path / "scores.tsv"),
+        ("hidden", 16),
+        ("loss", "counts"),
+    ):
+        config = re.sub(rf"^  {option}: \S+", f"  {option}: {value}", config, flags=re.M)
+    (copy / "config.yaml").write_text(config)
+    with (copy / "losses.py").open("a") as file:
+        file.write(COUNTS)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with edited(copy / "model.py", f"return {OUTPUT['core']}", f"return {OUTPUT['core']}.tanh()"):
+        tested = run([str(copy / "launch.sh"), "test"], timeout=300, PATH=path, PYTHONPATH="")
+    assert " passed" in tested.check().stdout and "failed" not in tested.stdout

@@ -16,12 +16,13 @@ from optim import OptimConfig, schedule
 from predictor import are_equal
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
-from tests.template.pages import blocks
 from tests.template.slow.recipes import (
+    PAGE,
     adapt,
     add_levels,
     assert_contract,
     assert_parity,
+    copy_of_classes,
     git_apply,
     launch,
     refuse,
@@ -36,7 +37,6 @@ APART = [
     {"covariates", "weighted_dataset"},  # columns, of which the other's files have none
     {"edge_knockouts", "rules"},  # with rules, genes alone are deleted
 ]
-PAGE = ROOT / "docs/adapting.md"
 RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
 
 
@@ -98,12 +98,7 @@ def test_every_patch_fits_what_the_copy_command_makes(run, tmp_path, command):
 
 def test_something_else(run, tmp_path):
     """The commands of the page make a copy whose tests hold, and whose model learns."""
-    copy_template(tmp_path / "template")
-    (block,) = [block for block in blocks(PAGE, "bash") if "recipes/classes" in block.text]
-    commands, is_split, _ = block.text.partition("./launch.sh test")
-    assert is_split
-    run(["bash", "-euc", f"cd template\n{commands}"]).check()
-    mine = tmp_path / "mine"
+    mine = copy_of_classes(tmp_path / "mine")
     program = [sys.executable, "-m"]
     run([*program, "ruff", "check", "--no-cache", str(mine)]).check()
     modules = list(mine.glob("*.py"))
