@@ -104,9 +104,7 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         raise
     report(folder, parts)
     if python is not None:
-        print(
-            f"python    {python}, by the link .venv: without it, ./launch.sh makes one of its own"
-        )
+        print(f"python    {python}, the copy's .venv: without, ./launch.sh makes one of its own")
 
 
 def environment() -> Path | None:

@@ -1,8 +1,10 @@
 """./launch.sh copy: what it copies and sets, and that nothing is left of one that fails."""
 
 import os
+import re
 import shutil
-import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +13,7 @@ from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
 from tests.template.parts_list import PARTS
 
+MOST_LINES_OF_CHECKS = 2500
 BY_NAME = {part.name: part for part in PARTS}
 
 
@@ -25,6 +28,10 @@ def copied(tmp_path, capsys):
     return make
 
 
+def folders_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+
 def options_of(folder):
     return yaml.safe_load((folder / "config.yaml").read_text())
 
@@ -35,17 +42,38 @@ def test_a_copy_has_the_code_and_the_tests_that_hold_for_any_model(copied, tmp_p
     modules = {path.name for path in ROOT.glob("*.py")}
     assert {path.name for path in copy.glob("*.py")} == modules
     assert options_of(copy) == options_of(ROOT)
-    assert sorted(path.name for path in copy.iterdir() if path.is_dir()) == [
-        ".github",
-        "example",
-        "tests",
-    ]
-    assert not [path for path in (copy / "tests").iterdir() if path.is_dir()]
+    assert folders_in(copy) == [".github", "docs", "example", "tests"]
+    assert folders_in(copy / "tests") == ["tools"]
     assert os.access(copy / "launch.sh", os.X_OK)
     workflow = (copy / ".github/workflows/tests.yml").read_text()
     assert "run: ./launch.sh test\n" in workflow and ".ci" not in workflow
     assert f"all       {len(modules)} modules" in printed
-    assert "docs/" not in (copy / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").iterdir()} - {"measured.md"}
+    assert {path.name for path in (copy / "docs").iterdir()} == pages
+
+
+def test_the_checks_of_a_copy_are_few_lines(copied, tmp_path):
+    """And need nothing of the template's own tests, as test_copy.py runs them in copies."""
+    copied("--without", "all")
+    checks = BY_NAME["checks"]
+    assert 1000 < checks.num_lines(tmp_path / "mine") <= MOST_LINES_OF_CHECKS
+
+
+def test_a_copy_has_the_environment_that_made_it(copied, tmp_path, monkeypatch):
+    """Or else the template's; a Python outside of any is found without."""
+    active = tmp_path / "active"
+    monkeypatch.setattr(sys, "prefix", str(active))
+    active.mkdir()
+    (active / "pyvenv.cfg").touch()
+    printed = copied()
+    assert os.readlink(tmp_path / "mine/.venv") == str(active)
+    assert f"python    {active}, the copy's .venv" in printed
+    monkeypatch.setattr(make_copy, "ROOT", tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert make_copy.environment() is None
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    assert make_copy.environment() == tmp_path / ".venv"
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -55,12 +83,17 @@ def test_a_part_is_left_out_with_its_files_its_tests_and_its_option(copied, tmp_
     part = BY_NAME[name]
     for file in part.files:
         assert not (copy / file).exists()
-        assert not list((copy / "tests").glob(f"test_{file}"))
+        assert not list((copy / "tests").glob(f"test_{Path(file).name}"))
         assert file not in (copy / "README.md").read_text()
     if part.option:
         section, option = part.option.split(".")
         value = options_of(copy)[section][option]
         assert not part.is_asked_for(str(value).lower() if isinstance(value, bool) else str(value))
+        (line,) = re.findall(rf"^  {option}: .*# (.*)", (copy / "config.yaml").read_text(), re.M)
+        choices = [choice.partition(":")[0] for choice in line.split(" | ")]
+        assert choices == ["off, as its part was left out"] or not any(
+            part.is_asked_for(choice) for choice in choices
+        )
     assert f"part      {name}:" not in printed
     assert options_of(copy).keys() == options_of(ROOT).keys()
 
@@ -77,6 +110,7 @@ def test_without_all_the_core_is_left(copied, tmp_path):
     of_parts = {file for part in PARTS for file in part.files}
     left = {path.name for path in (tmp_path / "mine").glob("*.py")}
     assert left == {path.name for path in ROOT.glob("*.py")} - of_parts
+    assert (tmp_path / "mine/tests/check.py").exists()
 
 
 def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
@@ -89,7 +123,7 @@ def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
     copy = tmp_path / "mine"
     assert (copy / "model.py").read_text().endswith("# edited\n")
     assert (copy / "my_layers.py").exists()
-    assert sorted(path.name for path in copy.iterdir() if path.is_dir()) == ["example", "tests"]
+    assert folders_in(copy) == [".github", "docs", "example", "tests"]
 
 
 @pytest.mark.parametrize(
@@ -127,9 +161,3 @@ def test_a_copy_that_fails_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "copy", full_disk)
     assert make_copy.main([str(tmp_path / "mine")]) == 2
     assert not list(tmp_path.iterdir())
-
-
-def test_the_shell_finds_the_command(tmp_path):
-    command = [str(ROOT / "launch.sh"), "copy", str(tmp_path / "mine"), "--without", "all"]
-    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
-    assert (tmp_path / "mine/train.py").exists()

@@ -30,9 +30,8 @@ def table_of_parts() -> list[list[str]]:
     rows = []
     for part in PARTS:
         files = " ".join(f"`{file}`" for file in part.files)
-        num_lines = sum(len((ROOT / file).read_text().splitlines()) for file in part.files)
         option = f"`{part.option}={part.off}`" if part.option else ""
-        rows.append([part.name, files, str(num_lines), option, part.loss])
+        rows.append([part.name, files, str(part.num_lines()), option, part.loss])
     return rows
 
 

@@ -1,8 +1,11 @@
 """Helpers of test_recipes*.py: what they do with a copy of the template and a patch."""
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ from tests.bench.synthetic import Preset, synthetic_tables
 from tests.sets import tables_of
 from tests.template.fixtures import ROOT, SMALL, fork_ranks, join
 from tests.template.pages import blocks
-from tests.tools.parity import OVER_THE_MODEL, parameter_differences
+from tests.tools.parity import compare_runs
 from tests.tools.runs import newest_checkpoint, read_metrics
 
 PAGE = ROOT / "docs/adapting.md"
@@ -91,14 +94,32 @@ def train(
     return torch.load(newest_checkpoint(run), weights_only=True), read_metrics(run)
 
 
-def assert_parity(copy: Path, *options: str) -> None:
+def parity_holds(copy: Path, *options: str) -> bool:
     """Computes what `python -m tests.check parity --world-sizes 1,2` does, but starts faster."""
     folder = copy.parent / "parity"
+    shutil.rmtree(folder, ignore_errors=True)
     for world_size in (1, 2):
         launch(copy, world_size, "tests/check.py", "parity-worker", str(folder), *options)
-    for accumulate in (1, 2):
-        differences = parameter_differences(folder / f"2-{accumulate}", folder / "1-1")
-        assert max(differences.values()) <= OVER_THE_MODEL
+    return compare_runs([1, 2], folder)
+
+
+def assert_parity(copy: Path) -> None:
+    assert parity_holds(copy)
+
+
+@contextlib.contextmanager
+def edited(path: Path, changes: dict[str, str]) -> Iterator[None]:
+    """In the block, a file has another text in place of each of some, which stand there once."""
+    original = path.read_text()
+    text = original
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    try:
+        yield
+    finally:
+        path.write_text(original)
 
 
 RUN_TESTS = """

@@ -3,19 +3,16 @@
 import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.few_rows import few_rows
 from tests.sets import tables_of
-from tests.template.fixtures import copy_template, launch_forked
-from tests.tools import parity
+from tests.template.fixtures import copy_template
+from tests.template.slow.recipes import edited, parity_holds
 from tests.tools.runs import relative_difference
 
 PARITY = [sys.executable, "-m", "tests.check", "parity", "model.hidden=8"]
@@ -68,29 +65,9 @@ SHIFTED = {
 }
 
 
-@pytest.fixture
-def parity_of_copy(
-    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., bool]:
-    """parity_of_copy(file, {right: wrong}) checks a copy whose file has other lines."""
-
-    def start(file: str, changes: dict[str, str]) -> bool:
-        copy = copy_template(tmp_path / "copy")
-        text = (copy / file).read_text()
-        for right, wrong in changes.items():
-            assert text.count(right) == 1, right
-            text = text.replace(right, wrong)
-        (copy / file).write_text(text)
-        launch = partial(launch_forked, script=f"{copy}/tests/check.py")
-        monkeypatch.setattr(parity, "launch", launch)
-        absolute = [re.sub(r"=(.*\.tsv)", rf"={tmp_path}/\1", override) for override in tables]
-        return parity.parity(
-            SimpleNamespace(
-                world_sizes=[1, 2], arguments=["model.hidden=8", *absolute], timeout=60, cpu=True
-            )
-        )
-
-    return start
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_template(tmp_path_factory.mktemp("check") / "copy")
 
 
 def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
@@ -108,9 +85,10 @@ def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_parity_fails_on_a_broken_copy(parity_of_copy, capsys, name):
+def test_parity_fails_on_a_broken_copy(copy, capsys, name):
     file, right, wrong = BROKEN[name]
-    assert not parity_of_copy(file, {right: wrong})
+    with edited(copy / file, {right: wrong}):
+        assert not parity_holds(copy, "model.hidden=8")
     output = capsys.readouterr().out
     assert "FAIL, the tensor that differs most is " in output
     assert ("tensor that differs most is num_ranks" in output) == (name == "a buffer of integers")
@@ -142,8 +120,9 @@ def test_integers_and_bools_are_compared_by_equality():
     assert relative_difference(value, reference, norm) == pytest.approx(0.1)
 
 
-def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(parity_of_copy):
-    assert parity_of_copy("model.py", SHIFTED)
+def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(copy):
+    with edited(copy / "model.py", SHIFTED):
+        assert parity_holds(copy, "model.hidden=8")
 
 
 def test_a_check_that_cannot_run_says_why(run):

@@ -126,27 +126,10 @@ def test_different_versions_on_a_rank_stop_the_run(train):
     assert result.stderr.count("error: CUDA differs between ranks: 99.9 on rank 1, ") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [("devices", "optimizer state"), ("syncs", "nothing waits for the device")],
-)
-def test_the_audits_pass_on_the_template(command, tables, name, found):
-    result = command(0, "tests/check.py", name, *tables, *SMALL).check()
-    assert found in result.stdout and result.stdout.splitlines()[-1] == "PASS"
-
-
-def test_the_audit_names_the_line_that_waits(run, tables, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import torch\nclip = torch.nn.utils.clip_grad_norm_\n"
-        "def waiting(*arguments):\n    norm = clip(*arguments)\n    norm.item()\n"
-        "    return norm\n"
-        "torch.nn.utils.clip_grad_norm_ = waiting\n"
-    )
-    command = [sys.executable, "-m", "tests.check", "syncs", *tables, *SMALL]
-    result = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert result.returncode == 1
-    line = r"WAITS  train.py:\d+ \(grad_norm = clip_grad_norm_.*_local_scalar_dense.*in 10 of 10"
-    assert re.search(line, result.stdout)
+def test_the_audit_of_devices_passes_on_the_template(command, tables):
+    """Other audits are tried in test_copy.py."""
+    result = command(0, "tests/check.py", "devices", *tables, *SMALL).check()
+    assert "optimizer state" in result.stdout and result.stdout.splitlines()[-1] == "PASS"
 
 
 def test_the_audit_of_a_gpu_reports_waits_but_not_the_warning_of_the_debug_mode(monkeypatch):
