@@ -418,23 +418,6 @@ def keep_no_pair_features() -> None:
     model_pairs.MOST_BYTES = 0
 
 
-def mix_devices(place: str) -> None:
-    """On a GPU, a tensor meets one on the CPU: at the `start`, in a `step` or in `evaluation`."""
-    from model import KnockoutGNN
-
-    def mix_at_start(task: KnockoutTask) -> None:
-        task.criterion.std.sum() * task.criterion.std.cpu()
-
-    def mix(model: nn.Module, graph: nn.Module, batch: Data) -> None:
-        if model.training == (place == "step"):
-            batch.level + torch.ones(len(batch.level))
-
-    if place == "start":
-        call_before(KnockoutTask, "build_model", mix_at_start)
-    else:
-        call_before(KnockoutGNN, "forward", mix)
-
-
 def wait_in_optimiser() -> None:
     """The host waits for a value in each step of the optimiser."""
 

@@ -34,27 +34,6 @@ def test_the_default_commands_run_on_a_gpu_and_give_the_numbers_of_the_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["start", "step", "evaluation"])
-@pytest.mark.usefixtures("on_fake_gpus")
-def test_mixed_devices_are_found_and_named(train, place):
-    result = train(0, fault=f"fake_gpu mix_devices:{place}")
-    assert result.returncode == 1
-    assert "at least two devices, cpu and cuda:0!" in result.stderr
-    name = "mix_at_start" if place == "start" else "mix"
-    assert re.search(rf'faulty.py", line \d+, in {name}\n', result.stderr)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_fake_gpus")
-def test_mixed_devices_of_a_prediction_are_found_and_named(trained, predict):
-    trained()
-    result = predict(0, "scores.tsv", "runs/default", fault="fake_gpu mix_devices:evaluation")
-    assert result.returncode == 1
-    assert "at least two devices, cpu and cuda:0!" in result.stderr
-    assert re.search(r'faulty.py", line \d+, in mix\n', result.stderr)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("on_fake_gpus")
 def test_a_step_that_waits_is_found_and_named(train):
     result = train(0, fault="fake_gpu wait_in_optimiser")

@@ -52,13 +52,6 @@ def test_a_copy_has_the_code_and_the_tests_that_hold_for_any_model(copied, tmp_p
     assert {path.name for path in (copy / "docs").iterdir()} == pages
 
 
-def test_the_checks_of_a_copy_are_few_lines(copied, tmp_path):
-    """And need nothing of the template's own tests, as test_copy.py runs them in copies."""
-    copied("--without", "all")
-    checks = BY_NAME["checks"]
-    assert 1000 < checks.num_lines(tmp_path / "mine") <= MOST_LINES_OF_CHECKS
-
-
 def test_a_copy_has_the_environment_that_made_it(copied, tmp_path, monkeypatch):
     """Or else the template's; a Python outside of any is found without."""
     active = tmp_path / "active"
@@ -110,7 +103,7 @@ def test_without_all_the_core_is_left(copied, tmp_path):
     of_parts = {file for part in PARTS for file in part.files}
     left = {path.name for path in (tmp_path / "mine").glob("*.py")}
     assert left == {path.name for path in ROOT.glob("*.py")} - of_parts
-    assert (tmp_path / "mine/tests/check.py").exists()
+    assert 1000 < BY_NAME["checks"].num_lines(tmp_path / "mine") <= MOST_LINES_OF_CHECKS
 
 
 def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
@@ -123,7 +116,7 @@ def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
     copy = tmp_path / "mine"
     assert (copy / "model.py").read_text().endswith("# edited\n")
     assert (copy / "my_layers.py").exists()
-    assert folders_in(copy) == [".github", "docs", "example", "tests"]
+    assert folders_in(copy) == ["docs", "example", "tests"]
 
 
 @pytest.mark.parametrize(

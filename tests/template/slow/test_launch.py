@@ -77,6 +77,7 @@ def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
     copy.mkdir()
     for name in ("launch.sh", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
+    (copy / ".venv").symlink_to(tmp_path / "gone")  # the environment that made the copy
     empty = tmp_path / "bin"
     empty.mkdir()
     stand_in(

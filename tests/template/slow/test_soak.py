@@ -4,11 +4,9 @@ import contextlib
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.template import soak
 from tests.template.fixtures import launch_forked
@@ -54,16 +52,3 @@ def test_a_soak_never_freezes_a_rank_and_kills_its_torchrun(tmp_path):
     with_frozen = [kinds for kinds in launches if "a frozen rank (SIGSTOP)" in kinds]
     assert any(len(kinds) == 2 for kinds in with_frozen)
     assert not any(kinds & {"torchrun killed", "SIGUSR1 to torchrun"} for kinds in with_frozen)
-
-
-def test_a_soak_notices_an_altered_checkpoint(soak_forked, monkeypatch):
-    def alter(path: Path) -> None:
-        state = torch.load(path, weights_only=True)
-        state["model"]["encoder.embedding"][0] += 0.1
-        torch.save(state, path)
-
-    monkeypatch.setattr(soak, "KINDS", {"a rank killed": "SIGKILL"})
-    monkeypatch.setattr(soak, "SHARE_DAMAGED", 1.0)
-    monkeypatch.setattr(soak, "DAMAGES", {"an altered checkpoint": alter})
-    survived, output = soak_forked()
-    assert not survived and "differs from the undisturbed run's" in output
