@@ -23,6 +23,7 @@ from data_cells import check_is_no_pipe, unreadable
 from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
 from mask import doses
+from mask_product import starts_of_samples
 from metrics import mean_and_std
 from parts import optional
 
@@ -210,7 +211,7 @@ class KnockoutDataset(Dataset):
     degree: Tensor  # that of `SharedGraph`, long [N]
     transform: Callable[[Data], Data] | None = None  # of batches, such as `ReachPlanner`
     scale: Tensor | float = 1.0  # the `weight_scale` of the tables that are trained on
-    out_degree: Tensor | None = None  # given, batches have num_out_edges: no wait for a GPU
+    out_degree: Tensor | None = None  # given, batches have `starts`: no wait for a GPU
     columns: dict[str, Tensor | Callable[[Data], Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -266,7 +267,7 @@ class KnockoutDataset(Dataset):
                 batch[name] = column[row]
                 batch[name][~is_real] = 0
         if self.out_degree is not None:
-            batch.num_out_edges = int(self.out_degree[perturbed].sum())
+            batch.starts = starts_of_samples(perturbed, ptr, self.out_degree)
         return self.transform(batch) if self.transform else batch
 
 

@@ -7,10 +7,12 @@ b samples of it.
 import warnings
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
+from torch_geometric.utils import cumsum
 
 # torch warns once per process about sparse tensors, which users can do nothing about.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -166,6 +168,11 @@ class Samples(NamedTuple):
     level: Tensor  # of each node, 1 if intact and 0 if dead, [N, b]
 
 
+def starts_of_samples(perturbed: Tensor, ptr: Tensor, out_degree: Tensor) -> np.ndarray:
+    """Returns where the perturbed nodes of each sample, and their out-edges, begin, [2, B + 1]."""
+    return torch.stack([ptr, cumsum(out_degree[perturbed])[ptr]]).numpy()
+
+
 def messages_of_perturbed(
     x: Tensor, gate: Tensor, samples: Samples, out_ptr: Tensor, by_source: CSR
 ) -> tuple[Tensor, Tensor]:
@@ -173,24 +180,29 @@ def messages_of_perturbed(
 
     Places are those in the states [N * b]. A message is what a perturbed node, whose state is a row
     of x [N, H], sends along an edge, less what it sends at level 1. `out_ptr` is that of
-    `SharedGraph`, and so is the matrix. A batch can bring a bound of M, `num_out_edges`; else, a
-    GPU's host waits.
+    `SharedGraph`, and so is the matrix. The host knows how many there are of a batch with `starts`,
+    and a bound of a whole one with `num_out_edges`; else, it waits for a GPU.
     """
-    batch = samples.batch
-    size = samples.level.size(1)
+    batch, first, level = samples
+    size = level.size(1)
+    nodes = slice(None)
+    bound = batch.get("num_out_edges")
+    if bound is None or size < batch.perturbed_ptr.numel() - 1:
+        starts = batch.get("starts", batch.perturbed_ptr.unsqueeze(0))
+        begin, end = starts[:, first].tolist(), starts[:, first + size].tolist()
+        nodes = slice(begin[0], end[0])
+        bound = end[1] - begin[1] if "starts" in batch else None
+    perturbed = batch.perturbed[nodes]
+    sample = batch.perturbed_batch[nodes] - first
     relation = torch.arange(len(gate), device=x.device)
-    row = (relation * len(x) + batch.perturbed.unsqueeze(1)).flatten()  # [P * R]
-    sample = batch.perturbed_batch - samples.first
-    is_here = (sample >= 0) & (sample < size)
+    row = (relation * len(x) + perturbed.unsqueeze(1)).flatten()  # [P * R]
     start = out_ptr.index_select(0, row)
     length = out_ptr.index_select(0, row + 1) - start
-    length = length * is_here.repeat_interleave(len(relation))
-    change = (batch.level - 1).to(x.dtype).unsqueeze(1) * x.index_select(0, batch.perturbed)
+    change = (batch.level[nodes] - 1).to(x.dtype).unsqueeze(1) * x.index_select(0, perturbed)
     sent = (change.unsqueeze(1) * gate).flatten(0, 1)  # [P * R, H]
 
     # Segment k * R + r holds the edges of relation r that leave perturbed node number k. The
     # last one is what is left up to the bound: zeros, sent along any edges.
-    bound = batch.get("num_out_edges")
     number = torch.arange(int(length.sum()) if bound is None else bound, device=x.device)
     end = length.cumsum(0)
     segment = torch.searchsorted(end, number, right=True)

@@ -59,7 +59,7 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
         num_rows = min(sampler.batch_size, len(sampler.rows))
         size = math.ceil(num_rows / (sampler.num_replicas * sampler.accumulate))
         shape = FixedShape.of_rows(task.dataset, sampler.rows.long(), size)
-        obstacle = obstacle_of_memory(shape, task, ddp)
+        obstacle = obstacle_of_shape(shape, task, ddp)
     if not obstacle:
         dataset = replace(task.dataset, transform=shape)
         rows_of_batches = (sampler.rows[:size], sampler.rows[-size:])
@@ -78,7 +78,7 @@ def obstacle_of_options(task: Any) -> str:
     """Returns the reason for which options do without CUDA graphs, "" if there is none."""
     options = task.config.model
     if getattr(task.dataset, "out_degree", None) is None:
-        return "batches do not bring num_out_edges"
+        return "batches do not bring starts"
     if task.dataset.transform or options.message_passing not in ("auto", "shared", "reach"):
         return f"batches of model.message_passing={options.message_passing} differ in their shapes"
     if task.config.ddp.sync_batchnorm:
@@ -114,7 +114,7 @@ class FixedShape:
     def __call__(self, batch: Data) -> "Data | PackedBatch":
         """Returns a full batch padded and packed; others stay as they are."""
         missing = self.num_perturbed - len(batch.perturbed)
-        is_larger = missing < 0 or batch.num_out_edges > self.num_out_edges
+        is_larger = missing < 0 or batch.starts[1, -1] > self.num_out_edges
         if num_samples(batch) != self.num_samples or is_larger:
             return batch
         # If no sample had an intact node, nothing would be missing.
@@ -155,11 +155,15 @@ class PackedBatch:
         return batch
 
 
-def obstacle_of_memory(shape: FixedShape, task: Any, ddp: Any) -> str:
-    """Returns the memory of messages of a fixed shape as a text, if it is too much, else ""."""
+def obstacle_of_shape(shape: FixedShape, task: Any, ddp: Any) -> str:
+    """Returns the reason for which batches of a fixed shape are not captured, else ""."""
+    options = task.config.model
+    states = task.graph.edge_weight.new_empty(task.graph.num_nodes, options.hidden)
+    if options.has_knockout_pass and task.graph.samples_at_once(states) < shape.num_samples:
+        return "batches of several blocks take longer to compute than to launch"
     free, _ = mem_get_info(ddp.device)
     num_messages = len(task.graph.relations) * shape.num_perturbed + shape.num_out_edges
-    size = num_messages * task.config.model.hidden * task.graph.edge_weight.element_size()
+    size = num_messages * options.hidden * task.graph.edge_weight.element_size()
     if size <= SHARE_OF_MEMORY * free:
         return ""
     return f"padded batches would take {size / 2**30:.2g} GB of {free / 2**30:.2g} that are free"

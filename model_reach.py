@@ -26,7 +26,7 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import cumsum
 
 from mask import Samples, SharedGraph, num_samples
-from mask_product import CSR, sparse_product
+from mask_product import CSR, sparse_product, starts_of_samples
 from model import FirstConv, GlobalReadout, KnockoutConv, KnockoutGNN, KnockoutTerm, WildType
 
 log = logging.getLogger("model_reach")
@@ -58,7 +58,7 @@ class ReachBlock(NamedTuple):
     perturbed_batch: Tensor
     perturbed_ptr: Tensor
     level: Tensor
-    num_out_edges: int
+    starts: np.ndarray
     layers: Sequence[ReachedStates] = ()
 
     @property
@@ -166,9 +166,9 @@ class ReachPlanner:
             knockouts = slice(ptr[0], ptr[-1])
             sample = batch.perturbed_batch[knockouts] - first
             perturbed = batch.perturbed[knockouts]
-            num_out_edges = int(self.out_degree[perturbed].sum())
+            starts = starts_of_samples(perturbed, ptr - ptr[0], self.out_degree)
             level = batch.level[knockouts]
-            block = ReachBlock(perturbed, sample, ptr - ptr[0], level, num_out_edges)
+            block = ReachBlock(perturbed, sample, ptr - ptr[0], level, starts)
             blocks.append(block._replace(layers=self._plan_layers(block, scratch)))
         self.scratch = [scratch]
         return ReachPlan(blocks)
@@ -453,7 +453,7 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     batch.perturbed_batch = torch.arange(3)
     batch.perturbed_ptr = torch.arange(4)
     batch.level = torch.tensor([0.0, 0.3, 2.0], dtype=torch.float64)
-    batch.num_out_edges = int(graph.out_degree[batch.perturbed].sum())
+    batch.starts = starts_of_samples(batch.perturbed, batch.perturbed_ptr, graph.out_degree)
     batch = planner(batch).to(graph.device)
     batch.seed = torch.zeros((), dtype=torch.long, device=graph.device)
     probe = copy.deepcopy(model).train()

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+import mask
 from data import KnockoutDataset
 from mask import SharedGraph
-from mask_product import Samples
+from mask_product import Samples, messages_of_perturbed
 from tests.sets import tables_of
 from tests.syncs import CountSynchronisations
 
@@ -57,7 +58,16 @@ def in_blocks(graph: SharedGraph, batch: Data, size: int, x: Tensor, gate: Tenso
 
 
 @pytest.mark.parametrize("number", range(25))
-def test_sums_and_gradients_equal_those_of_a_product_for_each_sample(number):
+def test_sums_and_gradients_equal_those_of_a_product_for_each_sample(number, monkeypatch):
+    """Each block of samples walks its own out-edges alone, and no host waits."""
+    counts = []
+
+    def counted(*arguments: object) -> tuple[Tensor, Tensor]:
+        states, messages = messages_of_perturbed(*arguments)
+        counts.append(len(messages))
+        return states, messages
+
+    monkeypatch.setattr(mask, "messages_of_perturbed", counted)
     graph, samples = draw(number)
     batch = batch_of(graph, samples)
     torch.manual_seed(number)
@@ -67,15 +77,21 @@ def test_sums_and_gradients_equal_those_of_a_product_for_each_sample(number):
     expected = graph.propagate(repeated, gate, graph.levels(batch))
     upstream = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (x, gate), upstream)
-    exact = batch.num_out_edges
-    assert exact == sum(int(graph.out_degree[node]) for node in batch.perturbed)
+    starts = batch.starts
+    exact = sum(int(graph.out_degree[node]) for node in batch.perturbed)
     num_edges = sum(graph.num_edges.values())
     for size in (1, 2, 3, len(samples) + 1):
-        for bound in (None, exact, exact + min(1, num_edges), exact + 5 * num_edges):
+        for bound in (None, exact, exact + min(1, num_edges), exact + 5 * num_edges, "unknown"):
+            batch.starts = starts
             batch.num_out_edges = bound
+            if bound == "unknown":
+                del batch.starts, batch.num_out_edges
+            counts.clear()
             with CountSynchronisations() as count:
                 sums = in_blocks(graph, batch, size, x, gate)
-            assert bound is None or count.seen == []
+            assert bound == "unknown" or count.seen == []
+            is_padded = size >= len(samples) and isinstance(bound, int)
+            assert sum(counts) == (bound if is_padded else exact)
             torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-12)
             found = torch.autograd.grad(sums, (x, gate), upstream)
             torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-12)
