@@ -22,8 +22,7 @@ from torch_geometric.utils import cumsum
 from data_cells import check_is_no_pipe, unreadable
 from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
-from mask import doses
-from mask_product import starts_of_samples
+from mask import doses, starts_of_samples
 from metrics import mean_and_std
 from parts import optional
 

@@ -20,6 +20,7 @@ B samples in the batch, P perturbed nodes in the batch, D dead edges in the batc
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
@@ -38,6 +39,11 @@ def num_samples(batch: Data) -> int:
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
     """Returns the sum over the perturbed nodes of each sample, [B, ...], of values [P, ...]."""
     return scatter(values, batch.perturbed_batch, dim_size=num_samples(batch))
+
+
+def starts_of_samples(perturbed: Tensor, ptr: Tensor, out_degree: Tensor) -> np.ndarray:
+    """Returns where the perturbed nodes of each sample, and their out-edges, begin, [2, B + 1]."""
+    return torch.stack([ptr, cumsum(out_degree[perturbed])[ptr]]).numpy()
 
 
 # The basis, [3, 1], of one response to the level: 1 - level, whether it is a loss or a gain.

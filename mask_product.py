@@ -7,12 +7,10 @@ b samples of it.
 import warnings
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
-from torch_geometric.utils import cumsum
 
 # torch warns once per process about sparse tensors, which users can do nothing about.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -166,11 +164,6 @@ class Samples(NamedTuple):
     batch: Data
     first: int  # the number of the first of them
     level: Tensor  # of each node, 1 if intact and 0 if dead, [N, b]
-
-
-def starts_of_samples(perturbed: Tensor, ptr: Tensor, out_degree: Tensor) -> np.ndarray:
-    """Returns where the perturbed nodes of each sample, and their out-edges, begin, [2, B + 1]."""
-    return torch.stack([ptr, cumsum(out_degree[perturbed])[ptr]]).numpy()
 
 
 def messages_of_perturbed(

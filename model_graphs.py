@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.cuda import CUDAGraph, make_graphed_callables, mem_get_info
@@ -280,9 +279,6 @@ class GraphedUpdate:
     def __call__(self, state: Any, *arguments: Any) -> Tensor:
         if not self.can_capture:
             return self.update(state, *arguments)
-        groups = state.optimizer.param_groups
-        for group in groups:
-            group["lr"] = float(np.float32(group["lr"]))  # as in a graph
         frozen = (options_and_places(state.optimizer), arguments)
         if frozen != self.frozen:
             self.graph = None
@@ -291,7 +287,7 @@ class GraphedUpdate:
         self.frozen = frozen
         if self.graph is None:
             return self._update_in_place(state, *arguments)
-        for group, lr in zip(groups, self.lrs, strict=True):
+        for group, lr in zip(state.optimizer.param_groups, self.lrs, strict=True):
             lr.fill_(group["lr"])
         self.graph.replay()
         return self.result.clone()

@@ -25,8 +25,8 @@ from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import cumsum
 
-from mask import Samples, SharedGraph, num_samples
-from mask_product import CSR, sparse_product, starts_of_samples
+from mask import Samples, SharedGraph, num_samples, starts_of_samples
+from mask_product import CSR, sparse_product
 from model import FirstConv, GlobalReadout, KnockoutConv, KnockoutGNN, KnockoutTerm, WildType
 
 log = logging.getLogger("model_reach")

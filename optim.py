@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -103,9 +104,10 @@ def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets each parameter group's learning rate to a factor of the one it was made with."""
+    """Sets the groups' rates to a factor of their own; on a GPU in float32, as graphs read them."""
     for group in optimizer.param_groups:
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+        lr = factor * group.setdefault("initial_lr", group["lr"])
+        group["lr"] = float(np.float32(lr)) if group["params"][0].is_cuda else lr
 
 
 def may_step(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:

@@ -183,7 +183,9 @@ def graphs(report: Report, device: torch.device, folder: Path) -> None:
     name = "graphs, run.deterministic"
     options = (ModelConfig(), OptimConfig())
     report.check(name, deterministic_replays, device, *options, tolerance, folder)
-    report.check("graphs, the optimiser's part", replayed_updates, device, folder)
+    for precision in ("fp32", "fp64"):
+        name = f"graphs, the optimiser's part, {precision}"
+        report.check(name, replayed_updates, device, precision, folder)
     for name, refusal in REFUSALS.items():
         report.check(f"no graphs, {name}", refused, device, refusal, folder)
 

@@ -130,14 +130,14 @@ def loss_and_gradients(
     return [loss, torch.cat(gradients)]
 
 
-def replayed_updates(device: torch.device, folder: Path) -> tuple[bool, str]:
+def replayed_updates(device: torch.device, precision: str, folder: Path) -> tuple[bool, str]:
     """Parameters after updates that are replayed, and after the same ones by hand, bit for bit.
 
     Otherwise, a rank that cannot capture its updates would drift away from the others. Rates
     change, and one norm is not finite.
     """
-    # Rates are the same in float32, as those of a graph are.
-    task = small_task(ModelConfig(), OptimConfig(lr=1 / 128), device, folder)
+    optim = OptimConfig(lr=0.003, precision=precision)  # a rate that float32 rounds
+    task = small_task(ModelConfig(), optim, device, folder)
     states = [state_of(task, build_model(task)) for _ in range(2)]
     graphed = GraphedUpdate(update_parameters, states[0])
     found = []

@@ -269,8 +269,11 @@ def pretend_gpus(count: int, uuid: str = "") -> None:
 
 
 def fake_gpus() -> None:
-    """Operators on GPUs that are not there raise where those of a GPU would."""
-    from tests.tools import fake_gpu
+    """Operators on GPUs that are not there raise where those of a GPU would.
+
+    Replayed updates are those by hand, at any rate.
+    """
+    from tests.tools import fake_gpu, gpu_graphs
 
     os.environ["LOCAL_WORLD_SIZE"] = "4"
     fake_gpu.install()
@@ -329,6 +332,9 @@ def fake_gpus() -> None:
             with pytest.raises(RuntimeError, match="the host waits for the GPU"):
                 wait()
                 raise AssertionError(name)
+    for precision in ("fp32", "fp64"):
+        is_same, figure = gpu_graphs.replayed_updates(first.device, precision, Path())
+        assert is_same, figure
 
 
 def gpu_checks(kind: str) -> None:
