@@ -376,15 +376,19 @@ def test_parameters_that_are_no_longer_as_captured_end_the_replays(gpu, caplog, 
     ]
 
 
-def test_the_stand_in_does_not_replay_from_memory_that_is_moved():
+def test_the_stand_in_does_not_replay_from_memory_that_is_freed():
     weight = torch.ones(2)
     with graphs.Recording() as recording:
-        twice = 2 * weight
+        twice = 2 * weight.view(1, 2)
     weight += 1
     recording.replay()
-    assert twice.tolist() == [4, 4]
+    assert twice.tolist() == [[4, 4]]
+    view = weight[:1]
     weight.data = weight.clone()
-    with pytest.raises(RuntimeError, match=r"aten\.mul\.Tensor would read where a tensor was"):
+    recording.replay()  # which is not that of what took its place
+    assert view.tolist() == [2]
+    del view
+    with pytest.raises(RuntimeError, match=r"aten\.view\.default would read memory that is freed"):
         recording.replay()
 
 

@@ -3,22 +3,25 @@ operators.
 
 A replay calls the operators of the recording again, on the same memory, with the numbers that
 Python gave them. So static inputs, outputs and gradients are overwritten by each replay, Python is
-frozen, and torch's generators go on, as on a GPU. Where the memory of a tensor is another since,
-from which a GPU would go on to read the old numbers, a replay raises.
+frozen, and torch's generators go on, as on a GPU. A recording keeps what it made, but not what it
+read: where that memory is freed since, in which a GPU would find any numbers, a replay raises.
 
 Copies from the host, which a GPU cannot capture, are not seen here: on a CPU, a number that was
 made on the host is no other than one that was made on the device.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parts import optional
 from tests.syncs import CountSynchronisations
+
+SPARSE = 0  # in place of the memory of tensors that have none of their own
 
 
 def pretend_gpu(free: int = 2**40) -> None:
@@ -43,10 +46,11 @@ def replace_graphs(free: int) -> None:
 class Recording(CountSynchronisations):
     """Records the operators that are called; those that wait for a GPU fail, as on a GPU."""
 
-    def __init__(self):
+    def __init__(self, made: set[int] = frozenset()):
+        """`made` are the memories that other recordings keep."""
         super().__init__()
         self.calls = []
-        self.places = []  # of the tensors of each call
+        self.made = {SPARSE, *made}
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         super().__exit__(kind, *details)
@@ -57,18 +61,27 @@ class Recording(CountSynchronisations):
         raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.calls.append((func, args, kwargs or {}, result))
-        self.places.append(places_of((args, kwargs)))
+        arguments = (args, kwargs or {})
+        read = {memory_of(value) for value in tensors_of(arguments)} - self.made
+        result = super().__torch_dispatch__(func, types, *arguments)
+        self.made |= {memory_of(value) for value in tensors_of(result)} - read
+
+        def kept(value: Any) -> Any:
+            is_read = isinstance(value, Tensor) and memory_of(value) not in self.made
+            return ReadTensor(value) if is_read else value
+
+        self.calls.append((func, tree_map(kept, (*arguments, result))))
         return result
 
     @torch.no_grad()
     def replay(self) -> None:
         """Calls the operators again, and writes what they return where it was."""
         with torch.autocast("cpu", enabled=False):
-            for (func, args, kwargs, result), places in zip(self.calls, self.places, strict=True):
-                if places_of((args, kwargs)) != places:
-                    raise RuntimeError(f"{func} would read where a tensor was, which is moved")
+            for func, call in self.calls:
+                leaves = tree_leaves(call)
+                if any(isinstance(leaf, ReadTensor) and leaf.memory() is None for leaf in leaves):
+                    raise RuntimeError(f"{func} would read memory that is freed")
+                args, kwargs, result = tree_map(ReadTensor.again, call)
                 again = func(*args, **kwargs)
                 for new, old in zip(tensors_of(again), tensors_of(result), strict=True):
                     if new.layout == torch.strided and new.data_ptr() != old.data_ptr():
@@ -95,17 +108,36 @@ class Capture(Recording):
             with torch.no_grad():
                 for value, number in reversed(self.before):
                     value.copy_(number)
+            self.before.clear()
 
 
-def places_of(arguments: Any) -> list[int]:
-    """Returns where the tensors among an operator's arguments lie, but sparse ones."""
-    tensors = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
-    return [tensor.data_ptr() for tensor in tensors if tensor.layout == torch.strided]
+class ReadTensor:
+    """A tensor, without its memory, which whoever made it must keep."""
+
+    def __init__(self, tensor: Tensor):
+        value = getattr(tensor, "value", tensor)  # that of a GPU which is not there
+        self.memory = weakref.ref(value.untyped_storage())
+        self.place = (value.storage_offset(), value.size(), value.stride())
+        self.dtype = value.dtype
+        self.kind = type(tensor)
+        self.device = tensor.device
+
+    def again(self: Any) -> Any:
+        """Returns the tensor, or what is none."""
+        if not isinstance(self, ReadTensor):
+            return self
+        value = torch.empty(0, dtype=self.dtype).set_(self.memory(), *self.place)
+        return value if self.device == value.device else self.kind(value, self.device)
 
 
-def tensors_of(result: Any) -> list[Tensor]:
-    results = result if isinstance(result, (tuple, list)) else [result]
-    return [value for value in results if isinstance(value, Tensor)]
+def memory_of(tensor: Tensor) -> int:
+    """Returns which memory a tensor lies in."""
+    value = getattr(tensor, "value", tensor)
+    return value.untyped_storage()._cdata if value.layout == torch.strided else SPARSE
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def make_graphed_callables(
@@ -127,7 +159,7 @@ def make_graphed_callables(
     with forward:
         output = module(*inputs)
     upstream = torch.zeros_like(output)
-    backward = Recording()
+    backward = Recording(forward.made)
     with backward:
         found = iter(gradients(output, upstream))
     static = [next(found) if parameter.requires_grad else None for parameter in parameters]
