@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITING = ("_local_scalar_dense", "is_nonzero", "aten.nonzero.", "masked_select", "unique")
 WAITING += ("aten.equal.", "allclose", "bincount", "histc", "to_sparse", "_linalg_check_errors")
+WAITING += ("aten._coalesce.", "aten.coalesce.")
 
 
 class CountSynchronisations(TorchDispatchMode):

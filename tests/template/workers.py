@@ -269,7 +269,7 @@ def pretend_gpus(count: int, uuid: str = "") -> None:
 
 
 def fake_gpus() -> None:
-    """Operators on GPUs that are not there raise where those of a GPU would.
+    """Operators on GPUs that are not there raise where those of a GPU would, or give nan.
 
     Replayed updates are those by hand, at any rate.
     """
@@ -320,18 +320,39 @@ def fake_gpus() -> None:
         "cpu": lambda: first.cpu(),
         "to": lambda: on_cpu.to("cuda"),
         "copy_": lambda: first.copy_(on_cpu),
+        "not pinned": lambda: first.copy_(on_cpu, non_blocking=True),
+        "coalesce": lambda: sparse.coalesce(),
         "tensor": lambda: torch.tensor(1.0, device="cuda"),
         "new_tensor": lambda: first.new_tensor(1.0),
         "asarray": lambda: torch.asarray([1.0], device="cuda"),
     }
+    sparse = torch.sparse_coo_tensor(first.long().unsqueeze(0), first, (4,))
+    pinned = on_cpu.pin_memory()
     with fake_gpu.no_waiting():
-        on_cpu.to("cuda", non_blocking=True)
-        first.copy_(on_cpu, non_blocking=True)
+        pinned.to("cuda", non_blocking=True)
+        first.copy_(pinned, non_blocking=True)
         first[first > 1] = 1.0
         for name, wait in waiting.items():
             with pytest.raises(RuntimeError, match="the host waits for the GPU"):
                 wait()
                 raise AssertionError(name)
+    fresh = [first.new_empty(2), torch.empty_like(first), torch.empty(2, device="cuda:0")]
+    assert torch.cat(fresh).isnan().all()
+    assert (torch.empty(2, dtype=torch.long, device="cuda") > 2**62).all()
+    ptr = torch.arange(5, device="cuda:0")
+    matrix = torch.sparse_csr_tensor(ptr, ptr[:4], first.new_ones(4), (4, 4))
+    unsteady = {
+        "cumsum": lambda: first.cumsum(0),
+        "product": lambda: matrix @ first.view(4, 1),
+        "scatter_reduce": lambda: first.scatter_reduce(0, ptr[:4], first, "prod"),
+    }
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    ptr.cumsum(0)
+    for name, add_up in unsteady.items():
+        with pytest.raises(RuntimeError, match="is not deterministic on a GPU"):
+            add_up()
+            raise AssertionError(name)
+    torch.use_deterministic_algorithms(False)
     for precision in ("fp32", "fp64"):
         is_same, figure = gpu_graphs.replayed_updates(first.device, precision, Path())
         assert is_same, figure

@@ -4,8 +4,10 @@
     torchrun --standalone --nproc_per_node=2 -m tests.tools.fake_gpu train.py ...
 
 Commands run as they are, with autograd, autocast, fused AdamW, DDP over gloo, and CUDA graphs by
-the stand-in of `graphs`. As on a GPU, an operator that mixes devices raises, and a copy from the
-host in a capture. So does a training step after the first that makes the host wait.
+the stand-in of `graphs`. As on a GPU, an operator that mixes devices raises, a copy from the host
+in a capture, and a replay that reads what was freed; fresh memory holds nan. So does what makes the
+host wait in an epoch, but for the first step, the log, checkpoints and agreements of ranks, and, in
+deterministic mode, what is not deterministic on a GPU.
 
 It cannot show memory, streams, speed, NCCL, what kernels refuse or how they round, and `p.data =
 other`. A library that `fake_gpu_library` compiles tells torch, in a build for CPUs alone, that
@@ -15,11 +17,13 @@ there are devices; `GPUTensor` runs each operator on the tensor that it holds.
 # ruff: noqa: E402 (the library is loaded before torch is imported)
 
 import importlib.util
+import itertools
+import math
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +46,15 @@ CPU = torch.device("cpu")
 MEMORY = 2**36  # bytes of each GPU, all free
 MAY_CROSS_DEVICES = ("aten.copy_.default", "aten._to_copy.default")
 WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")  # of another device
+FRESH = ("aten.empty.", "aten.empty_like.", "aten.empty_strided.", "aten.new_empty")
+UNSTEADY = (
+    "aten.scatter_reduce",
+    "aten.index_reduce",
+    "aten.put_.",
+    "aten.kthvalue.",
+    "aten.histc.",
+)
+UNSTEADY += ("aten.median.dim", "aten._embedding_bag", "aten.grid_sampler", "aten.nll_loss2d")
 INDEXED = ("aten.index.Tensor", "aten.index_put.", "aten.index_put_.", "aten._index_put_impl_.")
 
 
@@ -142,10 +155,15 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
         )
     if on_gpu and waits(name, args, kwargs):
         wait(name)
+    if torch.are_deterministic_algorithms_enabled() and is_unsteady(name, on_gpu):
+        raise RuntimeError(f"{name} is not deterministic on a GPU")
     device = device_of_result(name, args, kwargs, on_gpu)
     if name in MAY_CROSS_DEVICES:
         check_copy(name, args, kwargs, device)
     results = call_on_cpu(func, args, kwargs)
+    if name.startswith(FRESH) and device != CPU and results.dtype != torch.bool:
+        is_whole = not results.is_floating_point()
+        results.fill_(torch.iinfo(results.dtype).max if is_whole else math.nan)
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
             func(*args, **kwargs)  # changes the shape of the wrapper
@@ -184,6 +202,14 @@ def device_of_result(
     return on_gpu[0].device
 
 
+def is_unsteady(name: str, on_gpu: Sequence[Tensor]) -> bool:
+    """Returns whether an operator adds up in any order on a GPU."""
+    if name.startswith(("aten.cumsum.", "aten.bincount.")):
+        return any(tensor.is_floating_point() for tensor in on_gpu)
+    has_sparse = any(tensor.value.layout == torch.sparse_csr for tensor in on_gpu)
+    return name.startswith(UNSTEADY) or (has_sparse and "mm" in name)
+
+
 def check_devices(name: str, args: tuple, tensors: Sequence[Tensor]) -> None:
     """Raises where a GPU would as devices are mixed; numbers without dimensions may be anywhere.
 
@@ -217,6 +243,8 @@ def check_copy(name: str, args: tuple, kwargs: dict, device: torch.device) -> No
     is_asynchronous = kwargs.get("non_blocking") or (name == "aten.copy_.default" and any(args[2:]))
     if device == CPU or not is_asynchronous:
         wait(f"{name} from {source.device} to {device}")
+    elif not hasattr(source.untyped_storage(), "is_pinned_here"):
+        wait(f"{name} from memory that is not pinned")
 
 
 def is_gpu(device: Any) -> bool:
@@ -233,12 +261,19 @@ def resolved(device: torch.device | str) -> torch.device:
     return device
 
 
+def pinned(tensor: Tensor) -> Tensor:
+    """Returns a copy in pinned memory, in place of `Tensor.pin_memory`."""
+    copy = tensor.clone()
+    copy.untyped_storage().is_pinned_here = True
+    return copy
+
+
 # ---- Waiting -------------------------------------------------------------------------------------
 @contextmanager
-def no_waiting() -> Iterator[None]:
-    """In the block, what makes the host wait for a GPU raises."""
+def no_waiting(may_wait: bool = False) -> Iterator[None]:
+    """In the block, what makes the host wait for a GPU raises, unless it may."""
     before = State.may_wait
-    State.may_wait = False
+    State.may_wait = may_wait
     try:
         yield
     finally:
@@ -256,7 +291,7 @@ def wait(name: str) -> None:
         if is_ours and frame.filename != __file__:
             raise RuntimeError(
                 f"{Path(frame.filename).name}, line {frame.lineno}: the host waits for the GPU in "
-                f"a training step or a capture ({name})"
+                f"an epoch or a capture ({name})"
             )
 
 
@@ -268,6 +303,7 @@ def install() -> None:
         raise RuntimeError("torch was imported before the library of fake_gpu was loaded")
     replace_in_cuda(count=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    Tensor.pin_memory = pinned
     torch.tensor = copying(torch.tensor)
     torch.as_tensor = copying(torch.as_tensor)
     torch.asarray = copying(torch.asarray)
@@ -362,8 +398,10 @@ def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replace_in_template() -> None:
-    """Replaces CUDA graphs by the stand-in, and watches steps and captures for waits."""
+    """Replaces CUDA graphs by the stand-in, and watches epochs and captures for waits."""
     import train
+    from ddp_setup import Distributed
+    from run_folder import RunFolder
     from tests.tools import graphs
 
     graphs.replace_graphs(free=MEMORY)
@@ -382,20 +420,20 @@ def replace_in_template() -> None:
     graphs.Recording.__enter__ = start
     graphs.Recording.__exit__ = end
 
-    train.train_step = watched(train.train_step)
-    train.Meter.count = watched(train.Meter.count)
+    train.train_epoch = watched(train.train_epoch, may_wait=[])
+    train.train_step = watched(train.train_step, may_wait=[True])  # which makes the state of much
+    always = itertools.repeat(True)
+    for owner, name in ((train.Meter, "read"), (RunFolder, "save"), (Distributed, "stop_reason")):
+        setattr(owner, name, watched(getattr(owner, name), always))
 
 
-def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a part of a step, which may wait only in the first, which makes the state of much."""
-    calls = []
+def watched(function: Callable[..., Any], may_wait: Iterable[bool]) -> Callable[..., Any]:
+    """Returns a part of an epoch, and whether it may wait in its first calls; in others not."""
+    answers = iter(may_wait)
 
-    def replacement(*arguments: Any) -> Any:
-        calls.append(len(calls))
-        if len(calls) == 1:
-            return function(*arguments)
-        with no_waiting():
-            return function(*arguments)
+    def replacement(*arguments: Any, **options: Any) -> Any:
+        with no_waiting(next(answers, False)):
+            return function(*arguments, **options)
 
     return replacement
 
