@@ -281,10 +281,17 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
     model(shared, make_batch(shared, [[], [0]]))
     nothing, connected = pooled[0].abs().amax(dim=1)
     assert nothing < 1e-5 < connected
+    assert (pooled[0][1] == 0).any()  # the readout drops some for each row
     batch = make_batch(shared, [[0]])
     first = model(shared, batch)
     batch.seed += 1
     assert first != model(shared, batch)  # dropout is active
+
+
+def test_rows_and_nodes_of_the_same_number_draw_others(shared):
+    batch = make_batch(shared, SETS)
+    draws = make_model(dropout=0.5).train().draw(shared, batch)
+    assert not draws.row_dropout.equal(draws.node_dropout[batch.index])
 
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])

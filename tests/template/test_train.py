@@ -18,7 +18,7 @@ from optim import OptimConfig
 from run_checkpoint import TrainState
 from tests.template.fixtures import DEFAULTS, write_table
 from tests.tools.runs import difference, read_metrics, series
-from train import MAX_SKIPS, Meter
+from train import MAX_SKIPS, Meter, seed_step
 
 
 # ---- What is printed -----------------------------------------------------------------------------
@@ -59,6 +59,15 @@ def test_wrong_input_prints_one_error_on_four_ranks(train, tmp_path):
     assert result.stderr.count("error: ") == 1
     assert "cannot read nowhere.tsv" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_ranks_have_the_same_seed_of_a_step_and_torch_draws_by_rank():
+    seeds, drawn = zip(*((seed_on(rank), torch.rand(())) for rank in range(2)), strict=True)
+    assert seeds[0] == seeds[1] and drawn[0] != drawn[1]
+
+
+def seed_on(rank: int) -> torch.Tensor:
+    return seed_step(7, 3, SimpleNamespace(rank=rank, device="cpu"))
 
 
 # ---- The loop ------------------------------------------------------------------------------------
@@ -313,9 +322,9 @@ def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_no_overflow_at_any_scale(meter, loss):
     state = TrainState(None, None, None, step=3)
-    for loss_of_step in (0.5, loss, 0.5):
+    for loss_of_step, norm in ((0.5, 0.5), (loss, loss), (0.5, math.nan)):
         meter.add_loss(torch.tensor([loss_of_step, 0.0]))
-        meter.count(1, torch.ones(2), torch.tensor([loss_of_step, 65536.0]))
+        meter.count(1, torch.ones(2), torch.tensor([norm, 65536.0]))
     assert meter.read(state)["skipped"] == 1
     meter.optim = OptimConfig(on_nonfinite="stop")
     meter.add_loss(torch.tensor([loss, 0.0]))
