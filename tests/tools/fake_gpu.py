@@ -48,7 +48,6 @@ MAY_CROSS_DEVICES = ("aten.copy_.default", "aten._to_copy.default")
 WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")  # of another device
 FRESH = ("aten.empty.", "aten.empty_like.", "aten.empty_strided.", "aten.new_empty")
 UNSTEADY = (
-    "aten.scatter_reduce",
     "aten.index_reduce",
     "aten.put_.",
     "aten.kthvalue.",
@@ -155,7 +154,7 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
         )
     if on_gpu and waits(name, args, kwargs):
         wait(name)
-    if torch.are_deterministic_algorithms_enabled() and is_unsteady(name, on_gpu):
+    if torch.are_deterministic_algorithms_enabled() and is_unsteady(name, args, on_gpu):
         raise RuntimeError(f"{name} is not deterministic on a GPU")
     device = device_of_result(name, args, kwargs, on_gpu)
     if name in MAY_CROSS_DEVICES:
@@ -202,10 +201,12 @@ def device_of_result(
     return on_gpu[0].device
 
 
-def is_unsteady(name: str, on_gpu: Sequence[Tensor]) -> bool:
+def is_unsteady(name: str, args: tuple, on_gpu: Sequence[Tensor]) -> bool:
     """Returns whether an operator adds up in any order on a GPU."""
     if name.startswith(("aten.cumsum.", "aten.bincount.")):
         return any(tensor.is_floating_point() for tensor in on_gpu)
+    if name.startswith("aten.scatter_reduce"):
+        return "amax" not in args and "amin" not in args
     has_sparse = any(tensor.value.layout == torch.sparse_csr for tensor in on_gpu)
     return name.startswith(UNSTEADY) or (has_sparse and "mm" in name)
 
