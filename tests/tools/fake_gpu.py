@@ -47,13 +47,8 @@ MEMORY = 2**36  # bytes of each GPU, all free
 MAY_CROSS_DEVICES = ("aten.copy_.default", "aten._to_copy.default")
 WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")  # of another device
 FRESH = ("aten.empty.", "aten.empty_like.", "aten.empty_strided.", "aten.new_empty")
-UNSTEADY = (
-    "aten.index_reduce",
-    "aten.put_.",
-    "aten.kthvalue.",
-    "aten.histc.",
-)
-UNSTEADY += ("aten.median.dim", "aten._embedding_bag", "aten.grid_sampler", "aten.nll_loss2d")
+UNSTEADY = ("aten.index_reduce", "aten.put_.", "aten.kthvalue.", "aten.median.dim", "aten.histc.")
+UNSTEADY += ("aten._embedding_bag", "aten.grid_sampler", "aten.nll_loss2d")
 INDEXED = ("aten.index.Tensor", "aten.index_put.", "aten.index_put_.", "aten._index_put_impl_.")
 
 
