@@ -166,6 +166,22 @@ class Samples(NamedTuple):
     level: Tensor  # of each node, 1 if intact and 0 if dead, [N, b]
 
 
+def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
+    """Returns which perturbed nodes of the batch are these samples', and how many edges leave them.
+
+    The host knows it of a batch with `starts`, and a bound for a whole one with `num_out_edges`;
+    else, it waits for a GPU, or the number is None.
+    """
+    batch, first, level = samples
+    bound = batch.get("num_out_edges")
+    if bound is not None and level.size(1) == batch.perturbed_ptr.numel() - 1:
+        return slice(None), bound
+    starts = batch.get("starts", batch.perturbed_ptr.unsqueeze(0))
+    begin = starts[:, first].tolist()
+    end = starts[:, first + level.size(1)].tolist()
+    return slice(begin[0], end[0]), end[1] - begin[1] if "starts" in batch else None
+
+
 def messages_of_perturbed(
     x: Tensor, gate: Tensor, samples: Samples, out_ptr: Tensor, by_source: CSR
 ) -> tuple[Tensor, Tensor]:
@@ -173,20 +189,13 @@ def messages_of_perturbed(
 
     Places are those in the states [N * b]. A message is what a perturbed node, whose state is a row
     of x [N, H], sends along an edge, less what it sends at level 1. `out_ptr` is that of
-    `SharedGraph`, and so is the matrix. The host knows how many there are of a batch with `starts`,
-    and a bound of a whole one with `num_out_edges`; else, it waits for a GPU.
+    `SharedGraph`, and so is the matrix.
     """
-    batch, first, level = samples
-    size = level.size(1)
-    nodes = slice(None)
-    bound = batch.get("num_out_edges")
-    if bound is None or size < batch.perturbed_ptr.numel() - 1:
-        starts = batch.get("starts", batch.perturbed_ptr.unsqueeze(0))
-        begin, end = starts[:, first].tolist(), starts[:, first + size].tolist()
-        nodes = slice(begin[0], end[0])
-        bound = end[1] - begin[1] if "starts" in batch else None
+    batch = samples.batch
+    size = samples.level.size(1)
+    nodes, bound = perturbed_of(samples)
     perturbed = batch.perturbed[nodes]
-    sample = batch.perturbed_batch[nodes] - first
+    sample = batch.perturbed_batch[nodes] - samples.first
     relation = torch.arange(len(gate), device=x.device)
     row = (relation * len(x) + perturbed.unsqueeze(1)).flatten()  # [P * R]
     start = out_ptr.index_select(0, row)
