@@ -167,18 +167,13 @@ class Samples(NamedTuple):
 
 
 def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
-    """Returns which perturbed nodes of the batch are these samples', and how many edges leave them.
-
-    The host knows it of a batch with `starts`, and a bound for a whole one with `num_out_edges`;
-    else, it waits for a GPU, or the number is None.
-    """
+    """Returns which perturbed nodes are these samples', and how many edges leave them, if known."""
     batch, first, level = samples
     bound = batch.get("num_out_edges")
     if bound is not None and level.size(1) == batch.perturbed_ptr.numel() - 1:
         return slice(None), bound
     starts = batch.get("starts", batch.perturbed_ptr.unsqueeze(0))
-    begin = starts[:, first].tolist()
-    end = starts[:, first + level.size(1)].tolist()
+    begin, end = starts[:, first].tolist(), starts[:, first + level.size(1)].tolist()
     return slice(begin[0], end[0]), end[1] - begin[1] if "starts" in batch else None
 
 
@@ -189,7 +184,7 @@ def messages_of_perturbed(
 
     Places are those in the states [N * b]. A message is what a perturbed node, whose state is a row
     of x [N, H], sends along an edge, less what it sends at level 1. `out_ptr` is that of
-    `SharedGraph`, and so is the matrix.
+    `SharedGraph`, and so is the matrix. For a part of a batch without `starts`, a GPU's host waits.
     """
     batch = samples.batch
     size = samples.level.size(1)
