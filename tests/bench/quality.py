@@ -14,10 +14,10 @@ contestant, too. All settings are chosen on validation rows, and so is the best 
 kind of split, to which the others are compared by a paired bootstrap over the test rows, drawn as
 analyse.py draws them. Pearson's r is over the rows, as the mean over the scores; of profiles, the
 same over the scores of each row stands beside it. Splits by nodes hold out a fifth of the nodes
-unless data.test_fraction is given. A split `levels:0`, of `--preset dose`, tests rows in which a
-node has one of `HELD_BACK`, which no training row has. With `--preset`, the tables are those of
-`tests.bench.synthetic`, and their scores without noise are a contestant, the noise ceiling, which
-no model can beat.
+unless data.test_fraction is given; `folds:0` to `folds:4` are those of data.fold=0/5 to 4/5. A
+split `levels:0`, of `--preset dose`, tests rows in which a node has one of `HELD_BACK`, which no
+training row has. With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores
+without noise are a contestant, the noise ceiling, which no model can beat.
 After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their
 options, their data and the code of train.py are the same.
 """
@@ -153,7 +153,10 @@ def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[s
         config = load_config(options.config, overrides)
         overrides += hold_levels_back(config, options.dir, int(seed))
         kind = "random"
-    overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
+    if kind == "folds":
+        overrides += ["data.split=nodes", f"data.fold={seed}/5"]
+    else:
+        overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
     is_profile = are_profiles(tables)
     if tables.y.size(1) > 1 and not is_profile:
