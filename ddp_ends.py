@@ -94,7 +94,8 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "", "interrupted"
     if isinstance(error, dist.DistError) or of_gloo:
-        detail = " ".join(reason.split())[:99]
+        *_, cause = reason.split("Last error:")  # of NCCL, which names it at the end
+        detail = " ".join(cause.split())[:99]
         return "", f"rank {rank}: another rank was killed or cannot be reached ({detail})"
     if allocated:
         return "", (

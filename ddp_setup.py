@@ -293,6 +293,7 @@ def setup(ddp: Distributed) -> Distributed:
                     f"ranks {first} and {ddp.rank} share a GPU: start one process per GPU, "
                     "or set CUDA_VISIBLE_DEVICES= for CPU"
                 )
+    ddp.check_equal({"device": ddp.device.type})  # ranks of two kinds would wait for each other
     return ddp
 
 

@@ -194,6 +194,7 @@ def start_watchdog(ddp: Any) -> None:
     """
     # Or NCCL kills this process when another one dies, before status.json says so.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # nor when its own GPU fails
     signals = Signals()
     ddp.cleanup.callback(signals.close)
     watchdog = Watchdog(ddp, signals.has_sigterm)

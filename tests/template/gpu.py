@@ -1,4 +1,4 @@
-"""`python -m tests.check gpu`: what only a machine with GPUs can prove, in seven minutes.
+"""`python -m tests.check gpu`: what only one GPU can prove in seven minutes, several in 14.
 
 The values and the steps without waiting are those of this template's model on synthetic graphs. The
 programs' runs take the user's `--config` and options first, then what each check needs: batches of
@@ -27,7 +27,7 @@ from tests.template.gpu_checks import (
     SpeedTables,
     WholeModel,
     batchnorm,
-    killed_rank,
+    fault_on_gpus,
     parity_on_gpus,
     preflight,
     resuming,
@@ -39,11 +39,11 @@ from tests.template.gpu_checks import (
 )
 from tests.template.gpu_graphs import (
     REFUSALS,
+    as_one_rank,
     deterministic_replays,
     failed_update,
     predictions,
     profiled,
-    ranks_that_share,
     refused,
     replayed_updates,
     replays,
@@ -52,7 +52,8 @@ from tests.template.gpu_graphs import (
 )
 from train import read_config
 
-LIMIT_S = 420.0  # no check and no program starts later
+LIMIT_S = 420.0  # no check and no program starts later; those of several GPUs have as long again
+SHARING = (2, 4)  # ranks on a GPU
 SUM_TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 MODEL_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 GRAPH_TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
@@ -84,6 +85,13 @@ OPTIONS = {  # of runs that must train
     ),
 }
 
+DDP_OPTIONS = {  # of runs on several GPUs that must train as one rank without them
+    "ddp.options": ("ddp.options={static_graph: true, gradient_as_bucket_view: true}",),
+    "ZeRO": ("ddp.options={find_unused_parameters: true}", "optim.accumulate=2", "optim.zero=true"),
+    "no CUDA graphs": ("model.cuda_graphs=false",),
+}
+FAULTS = ("a rank killed in the forward pass", "a rank hanging in data", "an index out of bounds")
+
 
 def gpu(options: argparse.Namespace) -> bool:
     """Prints OK or WRONG and a figure for each check; returns whether there are any, all OK."""
@@ -110,7 +118,7 @@ def gpu(options: argparse.Namespace) -> bool:
         if count > 1:
             several(report, runs, tables, count)
         else:
-            print("one GPU: parity, a killed rank, SyncBatchNorm and scaling need two")
+            print("one GPU: parity, faults of a rank, SyncBatchNorm and scaling need two")
     print(f"{report.num_right} of {report.num_right + report.num_wrong} checks are OK")
     return report.num_right > 0 and report.num_wrong == 0
 
@@ -160,7 +168,7 @@ class Report:
         """
         left = self.limit_s - (time.monotonic() - self.start)
         if left <= 0:
-            raise TimeoutError("not reached within seven minutes")
+            raise TimeoutError(f"not reached within {self.limit_s:.0f} s")
         return min(self.longest_s, max(60.0, left))
 
 
@@ -246,7 +254,9 @@ def programs(report: Report, runs: Runs, tables: SpeedTables) -> None:
     """Graphs, the preflight check, stopping and resuming, training by option, the speed."""
     report.check("a model that cannot be captured", uncaptured, runs)
     report.check("a profiled run", profiled, runs)
-    report.check("1, 2 and 4 ranks that share a GPU over gloo", ranks_that_share, runs)
+    for nproc in SHARING:
+        name = f"{nproc} ranks that share a GPU over gloo"
+        report.check(name, as_one_rank, runs, nproc, name, (), ("share_gpu",))
     name = "stopped and resumed, run.deterministic"
     report.check(name, resuming, runs, "", ())
     report.check(f"{name}, ZeRO", resuming, runs, ", ZeRO", ("optim.zero=true",))
@@ -261,9 +271,18 @@ def programs(report: Report, runs: Runs, tables: SpeedTables) -> None:
 
 
 def several(report: Report, runs: Runs, tables: SpeedTables, count: int) -> None:
-    """What needs two GPUs: equal results on any number, a killed rank, SyncBatchNorm, scaling."""
+    """What needs two GPUs: equal results on any number, faults, SyncBatchNorm, scaling."""
+    report.limit_s += LIMIT_S
+    report.check(f"preflight with NCCL on {count} GPUs", preflight, runs, count)
     report.check("parity on 1 and 2 GPUs", parity_on_gpus, runs)
-    report.check("a killed rank", killed_rank, runs)
+    for option, options in DDP_OPTIONS.items():
+        name = f"{count} GPUs as one rank, {option}"
+        report.check(name, as_one_rank, runs, count, name, options)
+    suffix = f", ZeRO on {count} GPUs"
+    name = f"stopped and resumed, run.deterministic{suffix}"
+    report.check(name, resuming, runs, suffix, ("optim.zero=true",), count)
+    for fault in FAULTS:
+        report.check(fault, fault_on_gpus, runs, fault)
     report.check("SyncBatchNorm", batchnorm, runs)
     for nproc in (1, count):
         name = f"{tables.batch_size} samples per GPU, GPUs: {nproc}"

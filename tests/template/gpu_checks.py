@@ -382,8 +382,8 @@ class SpeedTables:
 
 
 # ---- Checks of programs --------------------------------------------------------------------------
-def preflight(runs: Runs) -> tuple[bool, str]:
-    status, output = runs.program(1, f"{ROOT}/ddp_machines.py")
+def preflight(runs: Runs, nproc: int = 1) -> tuple[bool, str]:
+    status, output = runs.program(nproc, f"{ROOT}/ddp_machines.py")
     for line in output.splitlines():
         if line.startswith("OK     all-reduce"):
             return status == 0, line
@@ -406,18 +406,18 @@ def training(runs: Runs, name: str, options: tuple[str, ...]) -> tuple[bool, str
     return test["pearson"] >= test["baseline_pearson"] - 0.05, figure + speed(runs.folder / name)
 
 
-def resuming(runs: Runs, suffix: str, options: tuple[str, ...]) -> tuple[bool, str]:
+def resuming(runs: Runs, suffix: str, options: tuple[str, ...], nproc: int = 1) -> tuple[bool, str]:
     """A stopped and resumed run must end with the bits of an undisturbed one."""
     long_enough = "optim.epochs=6"  # to be stopped
     options = (*SMALL, long_enough, "run.deterministic=true", *options)
     whole = runs.folder / f"whole{suffix}"
     parts = runs.folder / f"parts{suffix}"
-    problem = runs.train(whole.name, *options)
+    problem = runs.train(whole.name, *options, nproc=nproc)
     if not problem:
         stop_after(parts, 30)
-        problem = runs.train(parts.name, *options, state="stopped")
+        problem = runs.train(parts.name, *options, nproc=nproc, state="stopped")
     if not problem:
-        problem = runs.train(parts.name, *options)
+        problem = runs.train(parts.name, *options, nproc=nproc)
     if not problem:
         problem = difference(parts, whole)
     if problem:
@@ -446,10 +446,10 @@ def parity_on_gpus(runs: Runs) -> tuple[bool, str]:
     return parity(options), "see above"
 
 
-def killed_rank(runs: Runs) -> tuple[bool, str]:
+def fault_on_gpus(runs: Runs, name: str) -> tuple[bool, str]:
     options = argparse.Namespace(
         cpu=False,
-        only="a rank killed in the forward pass",
+        only=name,
         arguments=[*runs.arguments, "run.deterministic=true"],
         timeout=runs.timeout(),
     )

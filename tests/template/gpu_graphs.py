@@ -54,7 +54,6 @@ from train import (
 CAPTURED = "; CUDA graphs"  # the note in the log
 TIMED_STEPS = 100
 TIMED_ROWS = 50_000
-WORLD_SIZES = (1, 2, 4)  # ranks that share a GPU
 OVER_THE_MODEL = 1e-8  # a tensor's difference over the norm of the model, in float64
 
 
@@ -349,17 +348,17 @@ def profiled(runs: Runs) -> tuple[bool, str]:
     return True, f"a trace of {times['steps']} steps; {runs.note_on_graphs(name)}"
 
 
-def ranks_that_share(runs: Runs) -> tuple[bool, str]:
-    """Ranks on one GPU, over gloo, must end with the parameters of one rank, in float64."""
-    options = (*SMALL, "optim.epochs=1", "optim.precision=fp64")
-    names = {}
-    for world_size in WORLD_SIZES:
-        names[world_size] = f"{world_size} ranks that share"
-        problem = runs.train(names[world_size], *options, nproc=world_size, faults=("share_gpu",))
-        if problem:
-            return False, f"{world_size} ranks: {problem}"
-    first, *others = [runs.folder / name for name in names.values()]
-    differences = [max(parameter_differences(other, first).values()) for other in others]
-    error = max(differences)
-    note = runs.note_on_graphs(names[max(WORLD_SIZES)])
-    return error <= OVER_THE_MODEL, f"relative difference {error:.1e}; {note}"
+def as_one_rank(
+    runs: Runs, nproc: int, name: str, options: tuple[str, ...] = (), faults: tuple[str, ...] = ()
+) -> tuple[bool, str]:
+    """Ranks must end with the parameters of one without these options, in float64."""
+    common = (*SMALL, "optim.epochs=1", "optim.precision=fp64")
+    reference = runs.folder / "one rank"
+    problem = "" if reference.exists() else runs.train(reference.name, *common)
+    if not problem:
+        problem = runs.train(name, *common, *options, nproc=nproc, faults=faults)
+    if problem:
+        return False, problem
+    differences = parameter_differences(runs.folder / name, reference)
+    error = max(differences.values())
+    return error <= OVER_THE_MODEL, f"relative difference {error:.1e}; {runs.note_on_graphs(name)}"

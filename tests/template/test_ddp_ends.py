@@ -5,7 +5,9 @@ import errno
 import os
 import signal
 
-from ddp_ends import StopRequest
+from torch.distributed import DistBackendError
+
+from ddp_ends import StopRequest, explain_failure
 
 
 def test_stop_requests_have_reasons(tmp_path, monkeypatch):
@@ -42,3 +44,8 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch
             assert not stop.code()
         (tmp_path / "STOP").touch()
         assert StopRequest.REASONS[stop.code()] == "STOP file"
+
+
+def test_an_error_of_nccl_is_told_by_its_last_words():
+    error = DistBackendError("NCCL error in: a long path, unhandled error\nLast error:\nno memory")
+    assert explain_failure(error, 1)[1].endswith(" cannot be reached (no memory)")

@@ -127,7 +127,7 @@ def test_ranks_agree_on_errors_and_values(four_ranks):
     four_ranks("agreement")
 
 
-@pytest.mark.parametrize("name", ["too_few_gpus", "shared_gpu"])
+@pytest.mark.parametrize("name", ["too_few_gpus", "shared_gpu", "no_gpu_on_rank_0"])
 def test_all_ranks_refuse_a_launch_that_has_too_few_gpus(workers, tmp_path, name):
     workers(2, name)
     assert {path.name for path in tmp_path.glob("refused*")} == {"refused0", "refused1"}

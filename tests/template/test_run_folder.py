@@ -59,7 +59,7 @@ def test_a_run_writes_all_files_of_its_folder(finished):
     last = output[output.index("test  ") :].splitlines()
     assert f"{FIRST.title()} {test_row[FIRST]:.4f}" in last[0]
     assert f", baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
-    assert last[1:] == ["test      intervals and groups of rows: python analyse.py runs/08"]
+    assert last[1] == "test      intervals and groups of rows: python analyse.py runs/08"
     assert "run       runs/08, model of step " in output
     assert output.count("epoch 1/3") == 1  # only rank 0 prints
     plan = "batch     32 samples over 2 ranks and 2 micro-batches, 5 steps per epoch"

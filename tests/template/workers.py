@@ -408,6 +408,12 @@ def shared_gpu() -> None:
     refused(DDPConfig(), " share a GPU: start one process per GPU")
 
 
+def no_gpu_on_rank_0() -> None:
+    """As where a driver fails: over two backends, ranks would wait for each other."""
+    pretend_gpus(2 * int(os.environ["RANK"]))
+    refused(DDPConfig(), "device differs between ranks: cuda on rank 1, cpu on rank 0")
+
+
 def own_gpu() -> None:
     """A scheduler exposes a different GPU to each process, which is number 0 in both."""
     pretend_gpus(1, uuid=f"GPU-{os.environ['RANK']}")

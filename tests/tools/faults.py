@@ -202,6 +202,7 @@ FAULTS = [
         EPOCH_END,
         prints="ZeroDivisionError: injected",
     ),
+    Fault("an index out of bounds", "bad index", prints="error: rank 1: "),
     Fault(
         "a rank hanging in data loading",
         "sleep",
@@ -436,6 +437,9 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
         spoil_the_weights_of_checkpoints()
     elif action == "raise":
         raise ZeroDivisionError("injected")
+    elif action == "bad index":  # of which a GPU tells later, and NCCL may end the process
+        first = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+        first[first.long() + 7]
     elif action == "sleep":
         time.sleep(1000)
     else:
