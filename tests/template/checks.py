@@ -2,8 +2,8 @@
           changing numbers of processes, also with a full disk and a cut link (as root):
           --minutes 60, --ranks 1-4, --seed N
 gpu       proves on a machine with GPUs, in seven minutes, what the CPU cannot show: CUDA graphs,
-          values by precision, no waits, NCCL, ZeRO, resuming to the same bits, speed; with two or
-          more also parity, a killed rank, scaling (--only TEXT: checks whose name contains TEXT;
+          values by precision, no waits, NCCL, ZeRO, resuming to the same bits, speed; of two or
+          more, twice as long, also parity, faults, scaling (--only TEXT: names that contain TEXT;
           runs of train.py take your configuration, the rest do not)
 """
 
