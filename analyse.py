@@ -41,7 +41,6 @@ warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of PyG'
 import torch
 
 import data
-import metrics
 from analyse_metrics import (
     MOST,
     difference_of_best,
@@ -67,6 +66,7 @@ from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import set_threads
 from errors import UserError
+from metrics import first_metric
 from parts import is_here, optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status
@@ -85,6 +85,8 @@ TITLES = {
     "mse": "MSE",
     "auroc": "AUROC",
     "average_precision": "avg. precision",
+    "within_1_sd": "within 1 sd (68 %)",
+    "within_2_sd": "within 2 sd (95 %)",
 }
 
 
@@ -245,7 +247,7 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
     folds = folds_of(members)
     of_folds = {}
     for name, names in folds.items():
-        of_folds[name] = ensemble_of([members[name] for name in names])
+        of_folds[name] = ensemble_of([members[name] for name in names], loss)
     rows = together(list(of_folds.values()))
     rivals = rivals_or_reason(rows, {name: configs[name] for name in folds})
     analysis = about_runs(configs)
@@ -397,7 +399,7 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     best, second = best_two["runs"]
     difference = cell(best_two["difference"])
     interval = cell(best_two["gain"])
-    metric = columns_beside(rivals)[metrics.first_metric()]
+    metric = columns_beside(rivals)[first_metric(analysis["ensemble"])]
     lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
     return lines + lines_of_rivals(analysis, rivals)
 
@@ -437,7 +439,7 @@ def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
     """
     strongest = next(iter(rivals))
     of_strongest = rivals[strongest]
-    low, high = of_strongest[name_of_gain(metrics.first_metric())]
+    low, high = of_strongest[name_of_gain(first_metric(of_strongest))]
     place = "not clearly above it"
     if round(low, 4) > 0:
         place = "above it"

@@ -16,6 +16,7 @@ from torch_geometric.utils import scatter
 import metrics
 from analyse_results import Results, are_equal_in_files
 from losses import LOSSES
+from metrics import apply, first_metric, outputs_of
 
 PROFILE = 20  # targets: with more of them, a row is a profile
 MOST = 3  # of deletions and unseen genes; rows with more are counted with those
@@ -78,7 +79,7 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
     by_name = {"n": num_scored, **means}
     rival = next(iter(rows.rivals), None)
     if rival is not None:
-        by_name |= gains(rows, rival, means, cluster, resamples)
+        by_name |= gains(rows, {"prediction": rows.rivals[rival]}, cluster, resamples)
     by_name["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
         by_name["rows"] = len(y)
@@ -87,22 +88,23 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
     return by_name
 
 
-def gains(
-    rows: Results, rival: str, means: dict[str, float], cluster: Tensor, resamples: int
-) -> dict[str, list[float]]:
-    """Returns the 95 % intervals of metrics less the rival's, each by its `name_of_gain`.
+def gains(rows: Results, others: dict[str, Tensor], cluster: Tensor, resamples: int) -> dict:
+    """Returns the 95 % intervals of metrics less those of other predictions [n, T] by name.
 
-    They are those `with_pearson`. `means` are of `target_metrics`, over the targets.
+    They are those `with_pearson` of what the others predict, each by its `name_of_gain`.
     """
-    options = {"cluster": cluster, "resamples": resamples, "weight": rows.row_weight}
     intervals = {}
     for name, metric in with_pearson().items():
-        of_model = resampled(metric, rows.y, rows.prediction, **options)
-        of_rival = resampled(metric, rows.y, rows.rivals[rival], **options)
-        differences = of_model - of_rival
+        if outputs_of(metric, but=others):
+            continue
+        values = []
+        means = []
+        for predictions in (rows.predictions, others):
+            values.append(resampled(metric, rows, predictions, cluster, resamples))
+            means.append(apply(metric, rows.y, predictions, rows.row_weight).nanmean())
+        differences = values[0] - values[1]
         if rows.y.size(1) > PROFILE:
-            gain = means[name] - means[f"{rival}_{name}"]
-            differences = centred(differences, gain)
+            differences = centred(differences, means[0] - means[1])
         intervals[name_of_gain(name)] = interval(differences)
     return intervals
 
@@ -141,7 +143,8 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan where undefined.
 
     Those `with_pearson` stand beside the rivals'. If rows have an `sd`, there are also the ceilings
-    of R2 and of Pearson's r, which predictions without an error would reach. For binary scores,
+    of R2 and of Pearson's r, which predictions without an error would reach. If predictions have
+    one, there are the shares of scores that lie within 1 and 2 of them. For binary scores,
     there are also AUROC and average precision of finding the rows of 1 by high predictions, in
     which all rows count alike.
     """
@@ -151,7 +154,11 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     each = {}
     for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
         each[metric.__name__] = metric(y, prediction, weight)
-    each |= metrics.metrics_beside_rivals(y, prediction, rows.rivals, weight, with_pearson())
+    each |= metrics.metrics_beside_rivals(y, rows.predictions, rows.rivals, weight, with_pearson())
+    if "sd" in rows.predictions:
+        deviations = (y - prediction).abs() / rows.predictions["sd"]
+        for k in (1, 2):
+            each[f"within_{k}_sd"] = metrics.mean_present((deviations <= k).double(), y, weight)
     if rows.sd is not None:
         each["ceiling_r2"] = noise_ceiling(y, rows.sd.unsqueeze(1), weight)
         each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
@@ -169,10 +176,13 @@ def number_of_resamples(num_cells: int) -> int:
 
 
 # ---- Several runs --------------------------------------------------------------------------------
-def ensemble_of(members: list[Results]) -> Results:
-    """Returns the rows with the members' mean prediction."""
-    predictions = torch.stack([rows.prediction for rows in members])
-    return replace(members[0], prediction=predictions.mean(dim=0))
+def ensemble_of(members: list[Results], loss: str) -> Results:
+    """Returns the rows with what the members predict together, by their loss."""
+    of_members = {}
+    for name in members[0].predictions:
+        of_members[name] = torch.stack([rows.predictions[name] for rows in members])
+    together = LOSSES[loss].together(of_members)
+    return replace(members[0], predictions={name: together[name] for name in of_members})
 
 
 def metrics_of_each(members: dict[str, Results], loss: str) -> dict[str, dict]:
@@ -199,20 +209,21 @@ def metrics_of_all(rows: Results, loss: str) -> dict:
 
 
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
-    """Returns the names of the two best `runs`, and their `difference` in the first of METRICS.
+    """Returns the names of the two best `runs`, and their `difference` in the `first_metric`.
 
     `gain` is the 95 % interval of the difference. Rows are drawn as in `metrics_of_rows`, the same
     ones for both runs.
     """
-    metric = metrics.first_metric()
     figures = metrics_of_each(members, loss)["figures"]
+    metric = first_metric(next(iter(figures.values())))
     best, second = sorted(figures, key=lambda name: figures[name][metric], reverse=True)[:2]
-    rows = replace(members[best], rivals={"second": members[second].prediction})
-    of_best = metrics_of_all(rows, loss)
+    rows = members[best]
+    resamples = number_of_resamples(rows.y.numel())
+    intervals = gains(rows, members[second].predictions, rows.cluster_numbers(), resamples)
     return {
         "runs": [best, second],
-        "difference": of_best[metric] - of_best[f"second_{metric}"],
-        "gain": of_best[name_of_gain(metric)],
+        "difference": figures[best][metric] - figures[second][metric],
+        "gain": intervals[name_of_gain(metric)],
     }
 
 
@@ -220,21 +231,23 @@ def difference_of_best(members: dict[str, Results], loss: str) -> dict:
 def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
     """Returns the metrics of rivals, the best first, given the prediction [n, T] of each by name.
 
-    They are ordered by the first of METRICS. `gain` is the 95 % interval of the model's Pearson's r
-    less theirs; that of another first metric is there, too.
+    They are ordered by their `first_metric`. `gain` is the 95 % interval of the model's Pearson's
+    r less theirs; that of another first metric is there, too.
     """
-    first = metrics.first_metric()
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
     by_rival = {}
     for name, prediction in with_rivals(predictions, rows.rivals).items():
-        turned = replace(rows, prediction=prediction, rivals={"model": rows.prediction})
+        of_model = {"model": rows.prediction}
+        turned = replace(rows, predictions={"prediction": prediction}, rivals=of_model)
         of_rival = metrics_of_rows(turned, cluster, loss, resamples)
+        first = first_metric(of_rival)
         shown = dict.fromkeys(("pearson", first, "r2", "spearman"))
         by_rival[name] = {key: of_rival[key] for key in shown}
         for key in dict.fromkeys(("gain", name_of_gain(first))):
             low, high = of_rival[key]
             by_rival[name][key] = [-high, -low]
+    first = first_metric(next(iter(by_rival.values())))
     best_first = sorted(by_rival, key=lambda name: by_rival[name][first], reverse=True)
     return {name: by_rival[name] for name in best_first}
 
@@ -339,11 +352,10 @@ def resampled_pearson(
 
 def resampled(
     metric: Callable[..., Tensor],
-    y: Tensor,
-    prediction: Tensor,
+    rows: Results,
+    predictions: dict[str, Tensor],
     cluster: Tensor,
     resamples: int,
-    weight: Tensor | float = 1.0,
 ) -> Tensor:
     """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
 
@@ -351,12 +363,13 @@ def resampled(
     drawn.
     """
     if metric is metrics.pearson:
-        return resampled_pearson(y, prediction, cluster, resamples, weight)
+        prediction = predictions["prediction"]
+        return resampled_pearson(rows.y, prediction, cluster, resamples, rows.row_weight)
     pairs, pair, num_clusters = pairs_of_clusters(cluster)
     values = []
     for counts in drawn_pairs(pairs, num_clusters, resamples):
         for count in counts[:, pair].unsqueeze(2):  # [n, 1]
-            values.append(metric(y, prediction, weight * count).nanmean())
+            values.append(apply(metric, rows.y, predictions, rows.row_weight * count).nanmean())
     return torch.stack(values)
 
 

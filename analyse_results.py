@@ -17,7 +17,7 @@ from torch import Tensor
 from data_cells import has_level
 from errors import UserError, reason_of
 from metrics import first_metric, names_in, quality
-from run_results import SUFFIXES
+from run_results import OUTPUT
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Results:
     unseen_genes: list[str]  # of each row, those that are unseen for one of its scores
     targets: list[str]  # name of each of the T targets
     y: Tensor  # float64 [n, T], nan where a score is missing
-    prediction: Tensor  # float64 [n, T]
+    predictions: dict[str, Tensor]  # `prediction` and what else the loss predicts, float64 [n, T]
     rivals: dict[str, Tensor]  # predictions of others by name, float64 [n, T] each
     weight: Tensor | None = None  # float64 [n], of each row; None: all are 1
     sd: Tensor | None = None  # float64 [n], of each row's scores, whose weight is then 1 / sd**2
@@ -50,7 +50,7 @@ class Results:
             unseen=self.unseen[rows],
             unseen_genes=list(compress(self.unseen_genes, rows.tolist())),
             y=self.y[rows].where(is_chosen[rows], math.nan),
-            prediction=self.prediction[rows],
+            predictions={name: values[rows] for name, values in self.predictions.items()},
             rivals={name: values[rows] for name, values in self.rivals.items()},
             weight=None if self.weight is None else self.weight[rows],
             sd=None if self.sd is None else self.sd[rows],
@@ -102,9 +102,14 @@ class Results:
             rows.append([*numbers, -1][:2])
         return torch.tensor(rows)
 
-    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...], bool, bool]:
-        """Returns the names of targets and rivals, and whether there are a weight and an `sd`."""
-        return tuple(self.targets), tuple(self.rivals), self.weight is not None, self.sd is not None
+    def columns(self) -> tuple:
+        """Returns all names of columns of scores, and whether there are a weight and an `sd`."""
+        names = [tuple(names) for names in (self.targets, self.predictions, self.rivals)]
+        return *names, self.weight is not None, self.sd is not None
+
+    @property
+    def prediction(self) -> Tensor:
+        return self.predictions["prediction"]
 
     def row_keys(self) -> list[tuple[str, bytes, str]]:
         """Returns nodes, scores and unseen nodes of each row."""
@@ -139,7 +144,7 @@ def read_results(path: Path) -> Results:
     try:
         with path.open(encoding="utf-8") as file:
             header = file.readline().rstrip("\n").split("\t")
-            of_rows, targets, rivals = names_in_header(header)
+            of_rows, targets, predicted, rivals = names_in_header(header)
             for line in file:
                 line_number += 1
                 cells = line.rstrip("\n").split("\t")
@@ -163,15 +168,15 @@ def read_results(path: Path) -> Results:
             f"{path}:{line_number}: {error}; start the run again, which writes it anew"
         ) from None
     scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), -1)
-    y, prediction, *others = scores.movedim(2, 0).contiguous()
+    y, *columns = scores.movedim(2, 0).contiguous()
     rows = Results(
         genes=genes,
         unseen=torch.stack(unseen),
         unseen_genes=unseen_genes,
         targets=targets,
         y=y,
-        prediction=prediction,
-        rivals=dict(zip(rivals, others, strict=True)),
+        predictions=dict(zip(predicted, columns, strict=False)),
+        rivals=dict(zip(rivals, columns[len(predicted) :], strict=True)),
     )
     if weights:
         weight = torch.tensor(weights, dtype=torch.float64)
@@ -179,11 +184,10 @@ def read_results(path: Path) -> Results:
     return rows
 
 
-def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the names of the columns of a row, of the targets and of the rivals.
+def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Returns the names of the columns of a row, of targets, of what is predicted and of rivals.
 
-    A target's columns are its name, `<target>_prediction`, and `<target>_<rival>` of each rival.
-    Raises `ValueError` if the header of a test.tsv has others.
+    Raises `ValueError` if a test.tsv has not those of `run_results.result_lines`.
     """
     of_rows = ["genes", "unseen", "unseen_genes"]
     if len(header) > 3 and header[3] in ("weight", "sd"):
@@ -199,7 +203,9 @@ def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str]]
     if not targets or header != [*of_rows, *expected]:
         names = "genes, unseen, unseen_genes, and as many columns for each score"
         raise ValueError(f"the header is not {names}, which analyse_results.py expects")
-    return of_rows, targets, [suffix.removeprefix("_") for suffix in suffixes[len(SUFFIXES) :]]
+    names = [suffix.removeprefix("_") for suffix in suffixes[1:]]
+    predicted = [name.removeprefix(OUTPUT) for name in names if f"{name}_".startswith(OUTPUT)]
+    return of_rows, targets, predicted, names[len(predicted) :]
 
 
 def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
@@ -232,15 +238,15 @@ def together(folds: list[Results]) -> Results:
     The unseen genes of a row that several folds test are those of all of them, as its errors are
     correlated.
     """
-    joined = {"rivals": {}}
+    joined = {}
     for name, values in vars(folds[0]).items():
         of_folds = [getattr(rows, name) for rows in folds]
         if isinstance(values, Tensor):
             joined[name] = torch.cat(of_folds)
         elif name in ("genes", "unseen_genes"):
             joined[name] = list(chain.from_iterable(of_folds))
-    for rival in folds[0].rivals:
-        joined["rivals"][rival] = torch.cat([rows.rivals[rival] for rows in folds])
+        elif isinstance(values, dict):
+            joined[name] = {key: torch.cat([fold[key] for fold in of_folds]) for key in values}
     rows = replace(folds[0], **joined)
     unseen = defaultdict(dict)  # names in order
     for genes, scores, names in rows.row_keys():

@@ -66,13 +66,12 @@ class Criterion:
         """Returns the sum of each prediction's terms, scores or what is linked, float64 [n, T]."""
         return self.mean + self.std * output.select(-1, 0)
 
-    def to_scores(self, output: Tensor) -> Tensor:
-        """Returns predictions in the unit of the scores, float64 [n, T], of outputs [n, T, C]."""
-        return self.inverse_link(self.total(output))
-
     def predictions(self, output: Tensor) -> dict[str, Tensor]:
-        """Returns all that is predicted, float64 [n, T] each, by name: `prediction` comes first."""
-        return {"prediction": self.to_scores(output)}
+        """Returns all that is predicted by name, float64 [n, T] each, of outputs [n, T, C].
+
+        `prediction`, in the unit of the scores, comes first.
+        """
+        return {"prediction": self.inverse_link(self.total(output))}
 
     @staticmethod
     def together(predictions: dict[str, Tensor]) -> dict[str, Tensor]:

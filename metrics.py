@@ -4,11 +4,15 @@ To log another one, write a function and add it to `METRICS`. It takes y [n, T],
 is missing, predictions [n, T], and the rows' weight, [n, 1] or 1, by which rows count. It returns
 [T], nan where it is undefined.
 
+Behind these three, it may take what `Criterion.predictions` has beside the score, by its name, such
+as `sd`, [n, T]. It is left out for a loss that does not predict it, and for rivals.
+
 Shapes: n rows of T targets.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -57,12 +61,6 @@ def mean_present(values: Tensor, y: Tensor, weight: Tensor | float = 1.0) -> Ten
     return weighted_mean(values.where(present, 0.0), (weight * present).to(values.dtype))
 
 
-def mean_defined(values: Tensor, weight: Tensor | float) -> Tensor:
-    """Returns the `weighted_mean` of the values that are not nan."""
-    is_defined = ~values.isnan()
-    return weighted_mean(values.where(is_defined, 0.0), weight * is_defined)
-
-
 def mse(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns the mean squared error, [T]."""
     return mean_present((prediction - y).square(), y, weight)
@@ -83,8 +81,9 @@ def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tens
     """
     a = standardise(y, weight)
     b = standardise(prediction.where(~y.isnan(), math.nan), weight)
-    varies = mean_defined(a.square(), weight) > 0.5
-    return mean_defined(a * b, weight).where(varies, math.nan)
+    products = a * b
+    varies = mean_present(a.square(), y, weight) > 0.5
+    return mean_present(products, products, weight).where(varies, math.nan)
 
 
 def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
@@ -124,19 +123,37 @@ def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
 
 
 # ---- For the log and the best model --------------------------------------------------------------
+def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list[str]:
+    """Returns the names of parameters behind the weight without a default, but for some."""
+    parameters = list(inspect.signature(metric).parameters.values())[3:]
+    names = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    return [name for name in names if name not in but]
+
+
+def apply(
+    metric: Callable[..., Tensor], y: Tensor, predictions: dict[str, Tensor], weight: Tensor | float
+) -> Tensor:
+    """Returns a metric of predictions [n, T] by name, `prediction` and what else it takes, [T]."""
+    outputs = {name: predictions[name] for name in outputs_of(metric)}
+    return metric(y, predictions["prediction"], weight, **outputs)
+
+
 def metrics_beside_rivals(
     y: Tensor,
-    prediction: Tensor,
+    predictions: dict[str, Tensor],
     rivals: dict[str, Tensor],
     weight: Tensor | float = 1.0,
     functions: dict[str, Callable[..., Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """Returns each metric by name, by default `METRICS`, and each rival's as `<rival>_<name>`."""
+    sources = {"": predictions}
+    for rival, prediction in rivals.items():
+        sources[f"{rival}_"] = {"prediction": prediction}
     metrics = {}
     for name, metric in (functions or METRICS).items():
-        metrics[name] = metric(y, prediction, weight)
-        for rival, other in rivals.items():
-            metrics[f"{rival}_{name}"] = metric(y, other, weight)
+        for prefix, predicted in sources.items():
+            if not outputs_of(metric, but=predicted):
+                metrics[prefix + name] = apply(metric, y, predicted, weight)
     return metrics
 
 
@@ -145,16 +162,19 @@ def names_in(metrics: dict[str, Any]) -> list[str]:
     return [name for name in METRICS if name in metrics]
 
 
-def first_metric() -> str:
-    """Returns the name of the metric that chooses the best model."""
-    return next(iter(METRICS))
+def first_metric(figures: Collection[str] | None = None) -> str:
+    """Returns the name of the metric that chooses the best model, or the first among figures."""
+    names = (name for name in METRICS if figures is None or name in figures)
+    return next(names, "pearson")
 
 
 def is_error(metric: Callable[..., Tensor]) -> bool:
-    """Returns whether a metric is smaller where predictions are better."""
+    """Returns whether a metric is smaller where predictions, and what else it takes, are better."""
     y = torch.tensor([[0.0], [1.0]] * 8, dtype=torch.float64)
     near = 0.1 + 0.8 * y
-    return bool(metric(y, near, 1.0) < metric(y, 1 - near, 1.0))
+    names = ["prediction", *outputs_of(metric)]
+    value = apply(metric, y, dict.fromkeys(names, near), 1.0)
+    return bool(value < apply(metric, y, dict.fromkeys(names, 1 - near), 1.0))
 
 
 def quality(metrics: dict[str, Any]) -> tuple[float, float]:
@@ -181,5 +201,6 @@ def metrics_text(metrics: dict[str, Any], rivals: Iterable[str]) -> str:
         title = name.replace("_", " ").title()
         text += f", {title} {metrics[name]:.4f}"
         for rival in rivals:
-            text += f", {rival} {metrics[f'{rival}_{name}']:.4f}"
+            if f"{rival}_{name}" in metrics:
+                text += f", {rival} {metrics[f'{rival}_{name}']:.4f}"
     return text

@@ -117,7 +117,9 @@ def curves_svg(rows: Sequence[dict], metric: str, rivals: Sequence[str]) -> str:
     ]
     metric_curves = [Curve("model", ORANGE, points_of(rows, "val", metric))]
     for rival in rivals:
-        metric_curves.append(Curve(rival, GREY, points_of(rows, "val", f"{rival}_{metric}")))
+        points = points_of(rows, "val", f"{rival}_{metric}")
+        if points:
+            metric_curves.append(Curve(rival, GREY, points))
     last_step = max([1, *(row.get("step", 0) for row in rows)])
     svg = [f'<svg viewBox="0 0 920 360" {STYLE}>']
     best_step = step_of_best(rows)

@@ -12,21 +12,25 @@ from torch import Tensor
 from data_tables import Tables
 
 NUMBER = ".12g"  # the format of all numbers in tables, in which 1e6 + 1e-3 is not 1e6
-SUFFIXES = ("", "_prediction")  # of the columns of a target; then follow those of the rivals
+OUTPUT = "prediction_"  # begins the suffix of a column of what is predicted beside the score
 
 
-def result_lines(tables: Tables, prediction: Tensor, rivals: dict[str, Tensor]) -> Iterator[str]:
+def result_lines(
+    tables: Tables, predictions: dict[str, Tensor], rivals: dict[str, Tensor]
+) -> Iterator[str]:
     """Yields the lines of test.tsv: the header, and one for each test row.
 
     A row has its nodes; the number of those that are unseen, for each target if these numbers
     differ; and their names. Then follow the weight or the `sd` if the table has them, and for each
-    target score, prediction and those of the rivals, as `<target>_<rival>`. A missing score is an
-    empty cell. Predictions are [n, T] each, of the test rows.
+    target score, prediction, what else is predicted, as `<target>_prediction_<name>`, and the
+    predictions of the rivals, as `<target>_<rival>`. A missing score is an empty cell. Predictions
+    are [n, T] each by name, of the test rows; `prediction` comes first.
     """
     rows = tables.rows("test")
-    of_targets = [tables.y[rows], prediction, *rivals.values()]
+    of_targets = [tables.y[rows], *predictions.values(), *rivals.values()]
     numbers = torch.stack(of_targets, dim=2).flatten(start_dim=1)
-    suffixes = [*SUFFIXES, *(f"_{name}" for name in rivals)]
+    names = [name if name == "prediction" else OUTPUT + name for name in predictions]
+    suffixes = ["", *(f"_{name}" for name in [*names, *rivals])]
     header = ["genes", "unseen", "unseen_genes"]
     name = "weight" if tables.sd is None else "sd"
     of_rows = getattr(tables, name)

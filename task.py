@@ -25,7 +25,7 @@ from ddp_setup import Distributed
 from errors import RunError, UserError
 from losses import LOSSES, Criterion
 from mask import SharedGraph
-from metrics import metrics_beside_rivals, mse, weighted_mean
+from metrics import METRICS, first_metric, metrics_beside_rivals, mse, outputs_of, weighted_mean
 from model import GlobalReadout, KnockoutGNN, LocalReadout
 from parts import optional
 from run_checkpoint import Origin
@@ -75,6 +75,7 @@ class KnockoutTask:
         loss = LOSSES[config.optim.loss]
         mean, std = loss.unit(*training_mean_and_std(tables))
         criterion = loss(mean, std).to(device)
+        check_metrics(criterion, config.optim.loss)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
             from model_pairs import add_pair_features  # a part, which need not be here
@@ -223,9 +224,9 @@ class KnockoutTask:
             )
         return output.unflatten(1, self.output_shape)
 
-    def to_scores(self, output: Tensor) -> Tensor:
-        """Returns predictions in the unit of the scores, float64 [n, T], of outputs [n, T, C]."""
-        return self.criterion.to(output.device).to_scores(output)
+    def predictions(self, output: Tensor) -> dict[str, Tensor]:
+        """Returns all that is predicted by name, [n, T] each, of outputs [n, T, C]."""
+        return self.criterion.to(output.device).predictions(output)
 
     def metrics(self, split: str, output: Tensor) -> dict[str, float]:
         """Returns the metrics of a split by name, beside the rivals', of outputs [n, T, C].
@@ -238,11 +239,11 @@ class KnockoutTask:
         weight = 1.0 if self.tables.weight is None else self.tables.weight[rows].unsqueeze(1)
         losses = self.criterion.to(output.device).losses(output, y.nan_to_num())
         loss = weighted_mean(losses, self.tables.score_weight(rows))
-        prediction = self.to_scores(output)
+        predictions = self.predictions(output)
         each = {
             "loss": loss,
-            "mse": mse(y, prediction, weight),
-            **metrics_beside_rivals(y, prediction, self.rivals_of(rows), weight),
+            "mse": mse(y, predictions["prediction"], weight),
+            **metrics_beside_rivals(y, predictions, self.rivals_of(rows), weight),
         }
         means = {name: metric.nanmean().item() for name, metric in each.items()}
         num_scored = int((~y.isnan()).any(dim=1).sum())
@@ -251,7 +252,7 @@ class KnockoutTask:
     def result_lines(self, output: Tensor) -> Iterator[str]:
         """Yields the lines of test.tsv, of outputs of the test rows [n, T, C]."""
         rivals = self.rivals_of(self.rows("test"))
-        return result_lines(self.tables, self.to_scores(output), rivals)
+        return result_lines(self.tables, self.predictions(output), rivals)
 
     def rivals_of(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns the predictions of each rival for some rows, float64 [rows, T], by its name."""
@@ -319,3 +320,15 @@ def check_scores(tables: Tables, config: Config) -> None:
             raise UserError(f"{problem}: remove that column, or change the split")
         log.warning(f"note      {problem}: it does not count there")
     LOSSES[config.optim.loss].check(tables.y)
+
+
+def check_metrics(criterion: Criterion, loss: str) -> None:
+    """Notes metrics that take what the loss does not predict; raises `UserError` for the first."""
+    a_row = criterion.mean.new_zeros(1, len(criterion.mean), len(criterion.columns))
+    outputs = criterion.predictions(a_row)
+    for name, metric in METRICS.items():
+        for output in outputs_of(metric, but=outputs):
+            problem = f"{name} of METRICS takes {output}, which optim.loss={loss} does not predict"
+            if name == first_metric():
+                raise UserError(f"{problem}: set another loss, or put another metric first")
+            log.warning(f"note      {problem}: it is left out")

@@ -130,11 +130,17 @@ def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(task):
 
 
 def test_a_metric_is_larger_where_predictions_are_better(task):
-    """Of each target, the truth is better than the same scores of shuffled rows."""
+    """Of each target, the truth, with all that is predicted, is better than that of other rows."""
     y = task.tables.y[~task.tables.y.isnan().any(dim=1)]
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    for name, metric in metrics.METRICS.items():
-        difference = metric(y, y, 1.0) - metric(y, y[order], 1.0)
+    output = torch.zeros(len(y), *task.output_shape, dtype=torch.float64)
+    output[:, :, 0] = task.criterion.standardise(y, y.dtype)
+    truth = {**task.predictions(output), "prediction": y}
+    shuffled = {name: values[order] for name, values in truth.items()}
+    of_truth = metrics.metrics_beside_rivals(y, truth, {})
+    of_shuffled = metrics.metrics_beside_rivals(y, shuffled, {})
+    for name, value in of_truth.items():
+        difference = value - of_shuffled[name]
         assert not (difference < 0).any(), (
             f"{name} of metrics.METRICS falls where predictions get better: return it negative, "
             "as everywhere, the largest is the best"
@@ -145,7 +151,8 @@ def test_outputs_are_finite_and_as_many_as_the_loss_takes(task, model, graph, ba
     batch = batch_of(sets)
     output = model(graph, batch)
     assert output.shape == (len(batch.y), task.num_outputs)
-    assert output.isfinite().all() and task.to_scores(task.by_score(output, batch)).isfinite().all()
+    predictions = task.predictions(task.by_score(output, batch)).values()
+    assert all(values.isfinite().all() for values in [output, *predictions])
 
 
 def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(

@@ -142,7 +142,7 @@ def as_predictions(pairs: Tensor, y: Tensor, prediction: Tensor, baseline: Tenso
         unseen_genes=unseen_genes,
         targets=["score"],
         y=y.unsqueeze(1),
-        prediction=prediction.unsqueeze(1),
+        predictions={"prediction": prediction.unsqueeze(1)},
         rivals={"baseline": baseline.unsqueeze(1)},
     )
 

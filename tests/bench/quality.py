@@ -460,7 +460,7 @@ def predict(folder: Path, config: Config, tables: Tables, ddp: Distributed) -> T
     model = model.to(ddp.device, config.optim.dtype)
     rows = torch.cat([tables.rows("val"), tables.rows("test")])
     prediction = torch.zeros_like(tables.y)
-    prediction[rows] = task.to_scores(predict_rows(model, task, rows, ddp))
+    prediction[rows] = task.predictions(predict_rows(model, task, rows, ddp))["prediction"]
     return prediction
 
 

@@ -30,6 +30,6 @@ def make_rows(num_rows: int, num_targets: int = 1) -> Results:
         unseen_genes=[",".join(names[:k]) for names, k in zip(genes, unseen, strict=True)],
         targets=[f"t{t}" for t in range(num_targets)],
         y=y,
-        prediction=prediction,
+        predictions={"prediction": prediction},
         rivals={"baseline": baseline},
     )

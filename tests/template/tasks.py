@@ -59,7 +59,7 @@ def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
 def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
     """Returns the lines of test.tsv, given predictions of the test rows."""
     rivals = task.rivals_of(task.rows("test"))
-    return list(result_lines(task.tables, prediction, rivals))
+    return list(result_lines(task.tables, {"prediction": prediction}, rivals))
 
 
 def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
@@ -71,7 +71,7 @@ def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
         unseen_genes=[""] * n,
         targets=[f"score{t}" for t in range(num_targets)],
         y=y,
-        prediction=prediction,
+        predictions={"prediction": prediction},
         rivals={"baseline": baseline},
     )
 

@@ -383,7 +383,7 @@ def test_rows_that_count_decide_by_their_weights():
     exact_where_it_counts = good.where(~is_noisy, 5 * noise)
     fair = rows.y + noise
     weight = torch.where(is_noisy[:, 0], 1e-6, 1.0).double()
-    rows = replace(rows, weight=weight, prediction=exact_where_it_counts)
+    rows = replace(rows, weight=weight, predictions={"prediction": exact_where_it_counts})
     rows.rivals = {"baseline": fair}
     rivals = {"fair": fair, "exact": exact_where_it_counts}
     of_rivals = analyse_metrics.metrics_of_rivals(rows, rivals, "squared")
@@ -391,7 +391,7 @@ def test_rows_that_count_decide_by_their_weights():
     assert pearson(rows.y, exact_where_it_counts) < pearson(rows.y, fair)
     low, _ = of_rivals["baseline: fair"]["gain"]
     assert low > 0
-    members = {"a": replace(rows, prediction=fair), "b": rows}
+    members = {"a": replace(rows, predictions={"prediction": fair}), "b": rows}
     best_two = analyse_metrics.difference_of_best(members, "squared")
     assert best_two["runs"] == ["b", "a"]
     assert 0 < best_two["gain"][0] < best_two["difference"] < best_two["gain"][1]

@@ -33,9 +33,10 @@ def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
     fields = {"targets": rows.targets}
     for name in ("genes", "unseen_genes"):
         fields[name] = [getattr(rows, name)[row] for row in numbers]
-    for name in ("unseen", "y", "prediction"):
+    for name in ("unseen", "y"):
         fields[name] = getattr(rows, name)[chosen]
-    fields["rivals"] = {"baseline": rows.rivals["baseline"][chosen]}
+    for name in ("predictions", "rivals"):
+        fields[name] = {key: values[chosen] for key, values in getattr(rows, name).items()}
     if rows.sd is not None:
         fields["sd"] = rows.sd[chosen]
     return Results(**fields)
@@ -114,7 +115,9 @@ def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatc
     assert list(of_rivals) == ["bad", "good"]
     assert "own_gain" in of_rivals["bad"]
     assert "strongest without the model: bad" in table_of_rivals(of_rivals)[-1]
-    members = {"good": replace(rows, prediction=good), "bad": replace(rows, prediction=bad)}
+    members = {}
+    for name, prediction in (("good", good), ("bad", bad)):
+        members[name] = replace(rows, predictions={"prediction": prediction})
     best = difference_of_best(members, "squared")
     assert best["runs"] == ["bad", "good"]
     assert best["gain"][0] < best["difference"] < best["gain"][1]
@@ -167,7 +170,8 @@ def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_
     signal[range(60), range(60)] = 3.0  # each row changes a score of its own
     y = signal + 0.5 * normal(60, 60)
     baseline = normal(60, 60, seed=1)
-    rows = replace(make_rows(60, 60), y=y, prediction=signal, rivals={"baseline": baseline})
+    predictions = {"prediction": signal}
+    rows = replace(make_rows(60, 60), y=y, predictions=predictions, rivals={"baseline": baseline})
     rows.genes = [f"G{row}" for row in range(60)]
     rows.unseen_genes = [""] * 60
     result = metrics_by_group(rows)

@@ -74,7 +74,7 @@ def rows_of(genes: list[str], unseen_genes: list[str]) -> Results:
         unseen_genes=unseen_genes,
         targets=["score"],
         y=normal(len(genes), 1),
-        prediction=normal(len(genes), 1, seed=1),
+        predictions={"prediction": normal(len(genes), 1, seed=1)},
         rivals={"baseline": normal(len(genes), 1, seed=2)},
     )
 

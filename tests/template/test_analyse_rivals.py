@@ -376,7 +376,7 @@ def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
     tables.targets = ["a", "b"]
     rows = tables.rows("test")
     scores = tables.y[rows]
-    lines = result_lines(tables, scores, {"baseline": scores})
+    lines = result_lines(tables, {"prediction": scores}, {"baseline": scores})
     write_atomically(tmp_path / "test.tsv", lines)
     of_file = read_results(tmp_path / "test.tsv").cluster_numbers()
     found = quality.clusters(tables)

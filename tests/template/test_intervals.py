@@ -104,9 +104,11 @@ def test_profiles_are_drawn_with_their_replicates():
     fields = {"targets": rows.targets}
     for name in ("genes", "unseen_genes"):
         fields[name] = 2 * getattr(rows, name)
-    for name in ("unseen", "y", "prediction"):
+    for name in ("unseen", "y"):
         fields[name] = torch.cat([getattr(rows, name)] * 2)
-    fields["rivals"] = {"baseline": torch.cat([rows.rivals["baseline"]] * 2)}
+    for name in ("predictions", "rivals"):
+        of_rows = getattr(rows, name).items()
+        fields[name] = {key: torch.cat([values] * 2) for key, values in of_rows}
     twice = Results(**fields)
     alone = metrics_by_group(rows)
     found = metrics_by_group(twice)

@@ -59,7 +59,7 @@ def test_each_metric_stands_beside_that_of_every_rival():
     y, prediction, first, second = whole_numbers(4, 60, 1)
     rivals = {"first": first, "second": second}
     weight = torch.arange(60.0).double().unsqueeze(1)
-    found = metrics_beside_rivals(y, prediction, rivals, weight)
+    found = metrics_beside_rivals(y, {"prediction": prediction}, rivals, weight)
     names = []
     for name in METRICS:
         names += [f"{rival}{name}" for rival in ("", "first_", "second_")]

@@ -316,7 +316,7 @@ def compare_metrics(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None
     """Compares each metric of each score, and their means, in which rows count by weight."""
     rows = task.rows("val")
     y = task.tables.y[rows]
-    scores = task.to_scores(outputs[rows].unsqueeze(2))
+    scores = task.predictions(outputs[rows].unsqueeze(2))["prediction"]
     weight = oracle.weight[rows]
     pairs = zip(y.T.numpy(), scores.T.numpy(), strict=True)
     expected = [figures(*pair, weight) for pair in pairs]

@@ -75,9 +75,10 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
         assert found[key] == pytest.approx(test[key], rel=1e-6)
 
 
+@pytest.mark.parametrize("outputs", [[], ["sd"], ["q_10", "prediction_"]])
 @pytest.mark.parametrize("rival_names", [[], ["baseline"], ["baseline", "other_rival"]])
 @pytest.mark.parametrize("num_rows", [1, 99, 100, 250])
-def test_what_is_written_is_read(tmp_path, num_rows, rival_names):
+def test_what_is_written_is_read(tmp_path, num_rows, rival_names, outputs):
     """Rows are written in parts of 100; a prediction that is not a number stays so.
 
     Of a large score, twelve digits are kept.
@@ -90,16 +91,21 @@ def test_what_is_written_is_read(tmp_path, num_rows, rival_names):
     genes = ["a", "b", "ü\x85\u2028", "nan"]  # of which some are line ends elsewhere
     edges = torch.zeros(2, 0), torch.zeros(0)
     tables = Tables(genes, ["r"], *edges, *pack_sets(sets), y, split, targets=["s", "s_prediction"])
-    prediction = normal(num_rows, 2, seed=2)
-    prediction[-1, 0] = math.nan
+    names = ["prediction", *outputs]
+    predictions = {name: normal(num_rows, 2, seed=len(name)) for name in names}
+    predictions["prediction"][-1, 0] = math.nan
     rivals = {name: normal(num_rows, 2, seed=len(name)) for name in rival_names}
-    lines = result_lines(tables, prediction, rivals)
+    lines = list(result_lines(tables, predictions, rivals))
+    columns = ["prediction", *(f"prediction_{name}" for name in outputs), *rivals]
+    header = lines[0].split()
+    assert header[3 : 4 + len(columns)] == ["s", *(f"s_{column}" for column in columns)]
     write_atomically(tmp_path / "test.tsv", lines)
     read = read_results(tmp_path / "test.tsv")
+    assert (list(read.predictions), list(read.rivals)) == (names, rival_names)
     assert read.targets == ["s", "s_prediction"]
     assert read.genes == [",".join(genes[node] for node in nodes) for nodes in sets[::2]]
     assert read.deletions().tolist() == [len(nodes) for nodes in sets[::2]]
-    found = {"y": read.y, "prediction": read.prediction, **read.rivals}
-    expected = {"y": y[::2], "prediction": prediction, **rivals}
+    found = {"y": read.y, **read.predictions, **read.rivals}
+    expected = {"y": y[::2], **predictions, **rivals}
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=0, equal_nan=True)
     assert read.y[0, 0] == 1e6 + 1e-3

@@ -171,7 +171,7 @@ def test_the_loss_of_each_score_is_the_weighted_mean_over_the_rows_that_have_it(
     for rows in (batch_rows, train_rows):
         prediction = torch.randn(len(rows), 2, dtype=torch.float64, generator=generator)
         output = output_for(task, prediction)
-        torch.testing.assert_close(task.to_scores(output), prediction)
+        torch.testing.assert_close(task.predictions(output)["prediction"], prediction)
         batch = task.dataset.__getitems__(rows.tolist())
         found = task.loss(output.flatten(1), batch)
         for t in range(2):

@@ -107,7 +107,7 @@ def describe_row(task: KnockoutTask, row: int, output: Tensor, losses: Tensor) -
     if not hasattr(task, "tables"):
         return ""
     tables = task.tables
-    prediction = task.to_scores(output.unsqueeze(0))[0]
+    prediction = task.predictions(output.unsqueeze(0))["prediction"][0]
     start, end = tables.perturbed_ptr[row : row + 2].tolist()
     nodes = ",".join(tables.names(tables.perturbed[start:end], tables.level[start:end]))
     scores = []

@@ -65,7 +65,7 @@ class ClassesTask:
         """Returns the metrics of a split by name, of outputs [n, C]."""
         y = self.dataset.y[self.rows(split)]
         prediction = output.argmax(dim=1)
-        each = metrics_beside_rivals(y.view(-1, 1), prediction.view(-1, 1), {})
+        each = metrics_beside_rivals(y.view(-1, 1), {"prediction": prediction.view(-1, 1)}, {})
         means = {name: metric.item() for name, metric in each.items()}
         return {"loss": self.losses(output, y).mean().item(), **means, "n": len(y), "rows": len(y)}
 

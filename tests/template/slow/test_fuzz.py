@@ -235,9 +235,8 @@ class Reader:
         batch = task.dataset.__getitems__(task.rows("test").tolist()[:4])
         prediction = model(task.graph, batch).detach().double()
         assert task.rivals["baseline"].isfinite().all() and prediction.isfinite().all()
-        return torch.cat(
-            [task.to_scores(task.by_score(prediction, batch)), task.rivals["baseline"]]
-        )
+        predictions = task.predictions(task.by_score(prediction, batch))
+        return torch.cat([predictions["prediction"], task.rivals["baseline"]])
 
 
 @pytest.fixture(scope="module")
