@@ -5,12 +5,19 @@ import math
 import torch
 
 from analyse_results import Results
+from metrics import mean_present
 
 HEADER = ("genes", "unseen", "unseen_genes", "score", "score_prediction", "score_baseline")
 
 
 def normal(*size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def log_likelihood(y, prediction, weight, sd):
+    """A metric of what is predicted beside the score."""
+    density = ((y - prediction) / sd).square() / -2 - (sd * math.sqrt(2 * math.pi)).log()
+    return mean_present(density, y, weight)
 
 
 def make_rows(num_rows: int, num_targets: int = 1) -> Results:

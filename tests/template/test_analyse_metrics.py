@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.distributions import Normal
 
 import analyse_metrics
 from analyse import table, table_of_rivals
 from analyse_metrics import (
     difference_of_best,
+    ensemble_of,
     interval,
     metrics_by_group,
     metrics_of_rivals,
@@ -21,7 +23,7 @@ from analyse_metrics import (
 )
 from analyse_results import Results
 from metrics import pearson, spearman
-from tests.template.results import make_rows, normal
+from tests.template.results import log_likelihood, make_rows, normal
 from tests.template.tasks import predictions_of
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -121,6 +123,38 @@ def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatc
     best = difference_of_best(members, "squared")
     assert best["runs"] == ["bad", "good"]
     assert best["gain"][0] < best["difference"] < best["gain"][1]
+
+
+def test_metrics_of_an_sd_stand_in_each_group_and_decide_between_runs(monkeypatch):
+    """The shares within 1 and 2 of them do not ask for a metric; rivals have neither."""
+    monkeypatch.setattr("metrics.METRICS", {"fit": log_likelihood})
+    rows = make_rows(60)
+    narrow = {"prediction": rows.prediction, "sd": 1 + normal(60, 1, seed=5).abs()}
+    rows = replace(rows, predictions=narrow, weight=torch.linspace(1, 2, 60).double())
+    error = (rows.y - rows.prediction).abs() / narrow["sd"]
+    each = {"fit": Normal(rows.prediction, narrow["sd"]).log_prob(rows.y.nan_to_num())}
+    each |= {f"within_{k}_sd": (error <= k).double() for k in (1, 2)}
+    found = metrics_by_group(rows)
+    for group, numbers in ((found, slice(60)), (found["by_deletions"]["1"], slice(1, 60, 6))):
+        weight = (rows.row_weight * ~rows.y.isnan())[numbers]
+        for name, values in each.items():
+            expected = (values[numbers] * weight).sum() / weight.sum()
+            assert group[name] == pytest.approx(expected.item())
+        assert not {"baseline_fit", "fit_gain"} & group.keys()
+    titles = re.split(r"  +", table(found, rows.rivals)[0])
+    of_sd = [title for title in titles if re.search("Fit|sd", title)]
+    assert of_sd == ["Fit", "within 1 sd (68 %)", "within 2 sd (95 %)"]
+    of_rivals = metrics_of_rivals(rows, {"bad": normal(60, 1, seed=9)}, "squared")
+    assert list(of_rivals) == ["baseline", "bad"]  # by Pearson's r
+    assert "strongest without the model: baseline" in table_of_rivals(of_rivals)[-1]
+    wide = {"prediction": rows.y.nan_to_num() + 0.1, "sd": 9 * narrow["sd"]}
+    members = {"wide": replace(rows, predictions=wide), "narrow": rows}
+    best = difference_of_best(members, "squared")
+    assert best["runs"] == ["narrow", "wide"]
+    assert best["gain"][0] < best["difference"] < best["gain"][1]
+    both = ensemble_of([members["wide"], rows], "squared").predictions  # as predict.py has them
+    sd = torch.stack([wide["prediction"], rows.prediction]).std(dim=0)
+    torch.testing.assert_close(both["sd"], sd)
 
 
 def test_rows_are_grouped_by_the_level_that_all_their_genes_have():

@@ -15,7 +15,7 @@ import torch
 
 from analyse import analyse_run, report_of_run, report_of_runs
 from analyse_metrics import difference_of_best, metrics_by_group
-from analyse_results import Results, read_results
+from analyse_results import Results, read_results, together
 from tests.bench import coverage
 from tests.template.fixtures import write_table
 from tests.template.results import HEADER, make_rows, normal
@@ -85,7 +85,7 @@ def test_rows_of_an_unseen_gene_are_drawn_together():
         genes=genes,
         unseen_genes=unseen_genes,
         y=partner + of_gene,
-        prediction=partner + 0.7 * of_gene + 0.2 * normal(540, 1, seed=2),
+        predictions={"prediction": partner + 0.7 * of_gene + 0.2 * normal(540, 1, seed=2)},
         rivals={"baseline": partner + 0.2 * normal(540, 1, seed=3)},
     )
     found = metrics_by_group(rows)
@@ -101,15 +101,7 @@ def test_rows_of_an_unseen_gene_are_drawn_together():
 def test_profiles_are_drawn_with_their_replicates():
     """With a copy of each row, the intervals are what they are without."""
     rows = make_rows(40, 30)
-    fields = {"targets": rows.targets}
-    for name in ("genes", "unseen_genes"):
-        fields[name] = 2 * getattr(rows, name)
-    for name in ("unseen", "y"):
-        fields[name] = torch.cat([getattr(rows, name)] * 2)
-    for name in ("predictions", "rivals"):
-        of_rows = getattr(rows, name).items()
-        fields[name] = {key: torch.cat([values] * 2) for key, values in of_rows}
-    twice = Results(**fields)
+    twice = together([rows, rows])
     alone = metrics_by_group(rows)
     found = metrics_by_group(twice)
     assert found["gain"] == pytest.approx(alone["gain"])
@@ -144,11 +136,15 @@ def two_of_one_error(num_targets: int) -> dict[str, Results]:
     truth = normal(160, num_targets)
     error = 0.5 * normal(40, num_targets, seed=1).repeat_interleave(4, dim=0)
     of_one = 0.1 * normal(40, num_targets, seed=2).repeat_interleave(4, dim=0)
-    return {
-        "bad": replace(rows, y=truth, prediction=normal(160, num_targets, seed=3)),
-        "second": replace(rows, y=truth, prediction=truth + 1.1 * error + of_one),
-        "best": replace(rows, y=truth, prediction=truth + error),
+    predictions = {
+        "bad": normal(160, num_targets, seed=3),
+        "second": truth + 1.1 * error + of_one,
+        "best": truth + error,
     }
+    members = {}
+    for name, prediction in predictions.items():
+        members[name] = replace(rows, y=truth, predictions={"prediction": prediction})
+    return members
 
 
 def test_the_best_two_runs_are_compared_on_the_same_drawn_rows():

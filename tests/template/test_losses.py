@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributions import Normal
 
 from config import Config
 from data import DataConfig
 from errors import UserError
 from losses import LOSSES, Binary, Criterion, Squared
+from metrics import METRICS, metrics_text
 from model import ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask
+from tests.template.results import log_likelihood
 from tests.template.tables import additive_tables
 
 MEAN = torch.tensor([2.0, -1.0], dtype=torch.float64)
@@ -162,6 +165,33 @@ def test_every_column_is_trained(folder):
     for readout in (model.terms["local"], model.terms["knockout"]):
         assert readout.head[-1].bias.grad.shape == (4,)
         assert readout.head[-1].bias.grad.all()
+
+
+def test_a_metric_may_take_what_the_loss_predicts_beside_the_score(folder, monkeypatch, caplog):
+    """Rivals have none, and a loss that does not predict it has only a note."""
+    monkeypatch.setitem(METRICS, "log_likelihood", log_likelihood)
+    task = make_task("gaussian", folder)
+    rows = task.rows("test")
+    output = random_numbers(len(rows), 2, 2)
+    found = task.metrics("test", output)
+    y = task.criterion.standardise(task.tables.y[rows], torch.float64)
+    normal = Normal(output[:, :, 0], (output[:, :, 1] / 2).exp())
+    density = normal.log_prob(y.nan_to_num()) - task.criterion.std.log()
+    weight = task.tables.weight[rows].unsqueeze(1) * ~y.isnan()
+    expected = ((weight * density).sum(dim=0) / weight.sum(dim=0)).mean().item()
+    assert found["log_likelihood"] == pytest.approx(expected)
+    assert "baseline_pearson" in found and "baseline_log_likelihood" not in found
+    assert metrics_text(found, ["baseline"]).endswith(f", Log Likelihood {expected:.4f}")
+    header = next(iter(task.result_lines(output)))
+    assert "score1\tscore1_prediction\tscore1_prediction_sd\tscore1_baseline" in header
+    assert "log_likelihood" not in caplog.text
+    task = make_task("squared", folder)
+    problem = "log_likelihood of METRICS takes sd, which optim.loss=squared does not predict: "
+    assert f"{problem}it is left out" in caplog.text
+    assert "log_likelihood" not in task.metrics("test", output[:, :, :1])
+    monkeypatch.delitem(METRICS, "pearson")
+    with pytest.raises(UserError, match=f"{problem}set another loss, or put another metric first"):
+        make_task("squared", folder)
 
 
 # ---- Sentences -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from metrics import (
     rank,
     spearman,
 )
-from tests.template.results import normal
+from tests.template.results import log_likelihood, normal
 from tests.template.tasks import predictions_of
 from tests.tools.runs import read_metrics
 
@@ -96,9 +96,17 @@ def test_metrics_that_are_errors_are_told_from_those_that_are_not():
     def undefined(y, prediction, weight):
         return y.new_full((y.size(1),), math.nan)
 
+    def minus_log_likelihood(y, prediction, weight, sd):
+        return -log_likelihood(y, prediction, weight, sd)
+
+    def top_share(y, prediction, weight, share=0.1):
+        return (prediction > 1 - share).double().mean(dim=0)
+
+    assert is_error(minus_log_likelihood)
     assert is_error(mse)
     assert is_error(lambda *arguments: mse(*arguments).sqrt())
-    for metric in (*METRICS.values(), r2, spearman, accuracy, undefined):
+    metrics = (*METRICS.values(), r2, spearman, accuracy, undefined, log_likelihood, top_share)
+    for metric in metrics:
         assert not is_error(metric)
 
 
