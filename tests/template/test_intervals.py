@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from analyse import analyse_run, report_of_run, report_of_runs
 from analyse_metrics import difference_of_best, metrics_by_group
