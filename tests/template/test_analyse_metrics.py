@@ -14,7 +14,6 @@ import analyse_metrics
 from analyse import table, table_of_rivals
 from analyse_metrics import (
     difference_of_best,
-    ensemble_of,
     interval,
     metrics_by_group,
     metrics_of_rivals,
@@ -152,9 +151,6 @@ def test_metrics_of_an_sd_stand_in_each_group_and_decide_between_runs(monkeypatc
     best = difference_of_best(members, "squared")
     assert best["runs"] == ["narrow", "wide"]
     assert best["gain"][0] < best["difference"] < best["gain"][1]
-    both = ensemble_of([members["wide"], rows], "squared").predictions  # as predict.py has them
-    sd = torch.stack([wide["prediction"], rows.prediction]).std(dim=0)
-    torch.testing.assert_close(both["sd"], sd)
 
 
 def test_rows_are_grouped_by_the_level_that_all_their_genes_have():

@@ -1,5 +1,6 @@
 """Each patch of tests/recipes, applied as a user does it, gives a copy that trains as it should."""
 
+import csv
 import itertools
 import json
 import math
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributions import Normal
 
 from optim import OptimConfig, schedule
 from predictor import are_equal
@@ -148,31 +150,12 @@ def test_step_loss(copy, tables, tmp_path):
     assert_parity(copy)
     assert_contract(copy)
 
-    spearman = runpy.run_path(str(copy / "metrics.py"))["METRICS"]["spearman"]
-    y = torch.randint(0, 5, (40, 2), generator=torch.Generator().manual_seed(0)).double()
-    prediction = torch.rand(40, 2, generator=torch.Generator().manual_seed(1)).double()
-    y[3, 0] = math.nan
-    for t in (0, 1):
-        present = ~y[:, t].isnan()
-        ranks = [ranks_by_loop(values[present, t].tolist()) for values in (y, prediction)]
-        expected = torch.corrcoef(torch.tensor(ranks))[0, 1].item()
-        assert spearman(y, prediction)[t].item() == pytest.approx(expected)
-
     # With a loss per rank, the result depends on the number of ranks.
     source = (copy / "train.py").read_text()
     assert "ddp.sum(everyone)" in source
     (copy / "train.py").write_text(source.replace("ddp.sum(everyone)", "everyone"))
     with pytest.raises(AssertionError):
         assert_parity(copy)
-
-
-def ranks_by_loop(values):
-    ranks = []
-    for value in values:
-        num_smaller = sum(other < value for other in values)
-        num_equal = sum(other == value for other in values)
-        ranks.append(num_smaller + num_equal / 2)
-    return ranks
 
 
 def read_numbers(path):
@@ -228,8 +211,42 @@ def assert_explained_and_taken_as_a_start(copy, files):
     assert_contract(copy)
 
 
+def column_of_test(run, name):
+    """Returns the numbers of a column of both scores in test.tsv, such as _prediction, [n]."""
+    rows = list(csv.DictReader((run / "test.tsv").open(encoding="utf-8"), delimiter="\t"))
+    return torch.tensor([float(row[target + name]) for row in rows for target in "ab"]).double()
+
+
+def analyse_a_run(copy, metric):
+    """Returns a run that starts from the mean, and what analyse.py says of it, as does its log."""
+    run = copy.parent / "runs/own"
+    train(copy, "model.readout=global", name="own")
+    launch(copy, 1, "analyse.py", "runs/own")
+    analysis = json.loads((run / "test.json").read_text())
+    (test,) = read_metrics(run, "test")
+    assert test["best_step"] > 0
+    assert analysis[metric] == pytest.approx(test[metric], rel=1e-6)
+    logged = f"{metric.replace('_', ' ').title()} {test[metric]:.4f}"
+    assert logged in (run / "log.rank0.txt").read_text()
+    return run, analysis
+
+
 def test_gaussian(copy, tables, tmp_path):
     checkpoint, files = train_two_runs(copy, tables, tmp_path, "gaussian")
+    run, analysis = analyse_a_run(copy, "log_likelihood")
+    y, mean, sd = (column_of_test(run, name) for name in ("", "_prediction", "_prediction_sd"))
+    assert sd.max() > 1.2 * sd.min()
+    expected = Normal(mean, sd).log_prob(y).mean().item()
+    assert analysis["log_likelihood"] == pytest.approx(expected)
+    for k in (1, 2):
+        expected = ((y - mean).abs() <= k * sd).double().mean().item()
+        assert analysis[f"within_{k}_sd"] == pytest.approx(expected)
+    other = column_of_test(tmp_path / "runs/0", "_prediction")
+    sd_of_other = column_of_test(tmp_path / "runs/0", "_prediction_sd")
+    variance = (sd.square() + sd_of_other.square()) / 2 + (mean - other).square() / 4
+    both = json.loads(launch(copy, 1, "analyse.py", "runs/own", "runs/0", "--json"))
+    expected = Normal((mean + other) / 2, variance.sqrt()).log_prob(y).mean().item()
+    assert both["ensemble"]["log_likelihood"] == pytest.approx(expected)
     assert checkpoint["outputs"] == ["a mean", "a log_variance", "b mean", "b log_variance"]
     each, both = predict_by_each_and_both(copy, files)
     for target in ("a", "b"):
@@ -246,6 +263,12 @@ def test_gaussian(copy, tables, tmp_path):
 
 def test_quantiles(copy, tables, tmp_path):
     checkpoint, files = train_two_runs(copy, tables, tmp_path, "quantiles")
+    ends = ("_prediction_q10", "_prediction_q90")
+    run, analysis = analyse_a_run(copy, "coverage")
+    y, low, high = (column_of_test(run, name) for name in ("", *ends))
+    expected = ((low <= y) & (y <= high)).double().mean().item()
+    assert 0 < analysis["coverage"] == pytest.approx(expected)
+    assert "within_1_sd" not in analysis
     columns = ("median", "below", "above")
     assert checkpoint["outputs"] == [f"{target} {name}" for target in "ab" for name in columns]
     each, both = predict_by_each_and_both(copy, files)
