@@ -213,7 +213,8 @@ def assert_explained_and_taken_as_a_start(copy, files):
 
 def column_of_test(run, name):
     """Returns the numbers of a column of both scores in test.tsv, such as _prediction, [n]."""
-    rows = list(csv.DictReader((run / "test.tsv").open(encoding="utf-8"), delimiter="\t"))
+    lines = (run / "test.tsv").read_text().splitlines()
+    rows = list(csv.DictReader(lines, delimiter="\t"))
     return torch.tensor([float(row[target + name]) for row in rows for target in "ab"]).double()
 
 
