@@ -3,13 +3,15 @@
 Copied are the files as they lie here, edited or not: the core, the parts but those named, example/,
 docs/, and the tests that hold for any model and tables. `--without all` leaves out every part but
 the checks, and `--without all,checks` these, too. Options of parts that are left out are set to off
-in the copy's config.yaml. The copy's .venv is a link to the environment that makes it.
+in the copy's config.yaml. The copy's .venv is a link to the environment that makes it. The copy is
+the first commit of a git repository, where git is at hand and its folder lies in none.
 """
 
 import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -97,12 +99,18 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
             (partial / ".venv").symlink_to(python)
         switch_off(partial / "config.yaml", without)
         parts = [part for part in PARTS if (partial / part.files[0]).exists()]
-        (partial / "README.md").write_text(readme(folder.name, partial, parts))
+        origin = origin_of_copy()
+        (partial / "README.md").write_text(readme(folder.name, partial, parts, origin))
+        for page in partial.glob("docs/*.md"):
+            page.write_text(page_of_copy(page, origin))
+        has_branches = make_repository(partial, origin)
         os.rename(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     report(folder, parts)
+    if has_branches:
+        print("git       branches template, the copy as it is, and main, for your changes")
     if python is not None:
         print(f"python    {python}, the copy's .venv: without, ./launch.sh makes one of its own")
 
@@ -132,6 +140,47 @@ def files_of_copy(gone: set[str]) -> list[Path]:
         if not gone & {name, str(Path(name).parent), tested} and path.name not in STAYS:
             left.append(path)
     return left
+
+
+def git(folder: Path, *words: str) -> str | None:
+    """Returns what git prints in a folder, None if it fails or is not at hand."""
+    outside_hooks = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "-u", "GIT_INDEX_FILE"]
+    command = [*outside_hooks, "git", "-C", str(folder), *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if result.returncode else result.stdout.strip()
+
+
+def origin_of_copy() -> str:
+    """Returns the commit that is copied, such as "template abc1234 of 2026-01-31"."""
+    commit = git(ROOT, "log", "-1", "--date=short", "--format=%h of %cd")
+    if commit is None or not (ROOT / ".git").exists():
+        return "template without git, of an unknown commit"
+    edits = ", with edits" if git(ROOT, "status", "--porcelain") else ""
+    return f"template {commit}{edits}"
+
+
+def make_repository(folder: Path, message: str) -> bool:
+    """Returns whether the folder has become a first commit, of branches `template` and `main`.
+
+    It has not if it lies in a repository, or if git is not at hand.
+    """
+    if git(folder, "rev-parse", "--git-dir") is not None:
+        return False
+    author = ["-c", "user.name=template", "-c", "user.email=template", "-c", "commit.gpgsign=false"]
+    git(folder, "init", "-q")
+    git(folder, "symbolic-ref", "HEAD", "refs/heads/template")
+    git(folder, "add", "-A")
+    git(folder, *author, "commit", "-q", "--no-verify", "-m", message)
+    return git(folder, "checkout", "-q", "-b", "main", "template") is not None
+
+
+def page_of_copy(page: Path, origin: str) -> str:
+    """Returns a page with its origin below the title; links to what is not here become words."""
+    text = page.read_text()
+    for link, words, file in re.findall(r"(\[([^]]+)\]\((?!https?:)([^)#\s]+)[^)]*\))", text):
+        if not (page.parent / file).exists():
+            text = text.replace(link, words)
+    return text.replace("\n", f"\n\nOf the {origin}; it has the files that are not here.\n", 1)
 
 
 def switch_off(path: Path, without: Sequence[Part]) -> None:
@@ -166,8 +215,8 @@ def off_value(part: Part) -> str:
     return part.off or '""'
 
 
-def readme(name: str, folder: Path, parts: Sequence[Part]) -> str:
-    """Returns the README of a copy that lies in a folder, and has these parts."""
+def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
+    """Returns the README of a copy that lies in a folder, has these parts and is of this commit."""
     edited = [f"| `{file}` | {text} |" for file, text in EDITED.items() if (folder / file).exists()]
     checks = []
     of_parts = []
@@ -190,6 +239,8 @@ def readme(name: str, folder: Path, parts: Sequence[Part]) -> str:
         *checks,
         "```",
         "",
+        "## What to edit",
+        "",
         "| edit | for |",
         "|---|---|",
         *edited,
@@ -204,6 +255,12 @@ def readme(name: str, folder: Path, parts: Sequence[Part]) -> str:
             *of_parts,
             "",
         ]
+    without = [part.name for part in PARTS if part not in parts]
+    lines += [
+        f"Of the {origin}; parts left out: {','.join(without) or 'none'}.",
+        "Pages are in [docs](docs), of which [adapting](docs/adapting.md#upgrade) has the upgrade.",
+        "",
+    ]
     return "\n".join(lines)
 
 

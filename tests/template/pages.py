@@ -54,6 +54,11 @@ def headings(page: Path) -> list[str]:
     return [line.lstrip("# ") for line in prose(page).splitlines() if line.startswith("#")]
 
 
+def anchors(page: Path) -> list[str]:
+    texts = [re.sub(r"[^\w -]", "", heading).strip() for heading in headings(page)]
+    return [text.lower().replace(" ", "-") for text in texts]
+
+
 def sentences(page: Path) -> list[str]:
     """Returns the sentences outside of blocks, tables and headings."""
     lines = []

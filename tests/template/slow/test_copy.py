@@ -16,9 +16,19 @@ import pytest
 
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, SMALL, copy_template, launch_forked
-from tests.template.slow.recipes import copy_of_classes, edited, launch, parity_holds
+from tests.template.pages import anchors, blocks
+from tests.template.slow.recipes import (
+    PAGE,
+    assert_contract,
+    copy_of_classes,
+    edited,
+    launch,
+    parity_holds,
+    train,
+)
 from tests.tools.faults import FAULTS, run_fault
 
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 EDIT = """
 add = KnockoutConv.add
 
@@ -165,7 +175,7 @@ def words_of(path: Path) -> Iterator[str]:
 
 
 def test_a_core_copy_names_nothing_that_it_has_not(tmp_path):
-    """Files, folders, pages and commands; its docs are the template's."""
+    """Files, folders, pages and commands; its docs, the template's, link to nothing else."""
     copy = tmp_path / "copy"
     assert make_copy.main([str(copy), "--without", "all,checks"]) == 0
     pages = {path.name for path in (copy / "docs").glob("*.md")}
@@ -182,6 +192,50 @@ def test_a_core_copy_names_nothing_that_it_has_not(tmp_path):
             for match in pattern.finditer(word):
                 found.setdefault(path.name, set()).add(match[1])
     assert found == {}
+    for page in [copy / "README.md", *copy.glob("docs/*.md")]:
+        for file, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)]*)\)", page.read_text()):
+            target = page.parent / file if file else page
+            assert target.exists() and (not anchor or anchor in anchors(target)), (page, file)
+
+
+# ---- Upgrade -------------------------------------------------------------------------------------
+OLD = "d8d8b4779fa2"  # a commit
+BEFORE = f"""
+unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE
+mkdir old fresh
+git -C {ROOT} archive {OLD} | tar x -C old
+python old/tests/template/make_copy.py mine --without explain,plots
+cd mine
+git init -q
+git config user.name owner
+git config user.email owner
+git checkout -q -b main
+git add -A
+git commit -q -m untouched
+git branch template
+git apply {ROOT}/tests/template/slow/owner.patch
+git commit -q -a -m mine
+"""
+MERGE = """! git merge template
+git diff --name-only --diff-filter=U > ../conflicts
+git merge --abort
+git merge -X ours template"""
+
+
+def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_page(run, tmp_path):
+    """It trains and passes its tests; of lists that stood in a line, the owner keeps theirs."""
+    if run(["git", "-C", str(ROOT), "cat-file", "-e", OLD]).returncode:
+        pytest.skip("the history of the template is not here")
+    (block,) = [block.text for block in blocks(PAGE, "bash") if "git merge template" in block.text]
+    block = block.replace("/tmp/mine", "../fresh/mine").replace("../template/", f"{ROOT}/")
+    block = block.replace("git merge template", MERGE).replace("./launch.sh test\n", "")
+    run(["bash", "-euc", BEFORE + block], PATH=PATH).check()
+    assert (tmp_path / "conflicts").read_text().split() == ["losses.py", "metrics.py"]
+    mine = tmp_path / "mine"
+    assert (mine / "tests/check.py").exists() and not (mine / "predict_explain.py").exists()
+    _, rows = train(mine, "optim.epochs=1")
+    assert [row["agreement"] > 0.5 for row in rows if row["kind"] == "test"] == [True]
+    assert_contract(mine)
 
 
 # ---- Tests ---------------------------------------------------------------------------------------
@@ -219,7 +273,6 @@ def test_the_tests_of_an_edited_copy_pass(run, tmp_path):
     (copy / "config.yaml").write_text(config)
     with (copy / "losses.py").open("a") as file:
         file.write(COUNTS)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with edited(copy / "model.py", {OUTPUT["core"]: f"{OUTPUT['core']}.tanh()"}):
-        tested = run([str(copy / "launch.sh"), "test"], timeout=300, PATH=path, PYTHONPATH="")
+        tested = run([str(copy / "launch.sh"), "test"], timeout=300, PATH=PATH, PYTHONPATH="")
     assert " passed" in tested.check().stdout and "failed" not in tested.stdout

@@ -32,6 +32,7 @@ from tests.template.pages import (
     PAGES,
     README,
     VARIABLES,
+    anchors,
     block_commands,
     blocks,
     headings,
@@ -148,7 +149,7 @@ def test_files_modules_and_links_exist(page):
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
         assert "://" in link or target.exists(), link
-        assert not anchor or anchor in map(anchor_of, headings(target)), link
+        assert not anchor or anchor in anchors(target), link
     if page == CHANGELOG:
         return  # whose first columns name what is gone
     for module in re.findall(r"\btests(?:\.[a-z_]+)+", text):
@@ -165,10 +166,6 @@ def test_the_drawing_names_files_that_exist():
     names = re.findall(r"[\w/]+\.py\b", (ROOT / "docs/figures/dataflow.svg").read_text())
     assert len(set(names)) > 5
     assert [name for name in names if not (ROOT / name).is_file()] == []
-
-
-def anchor_of(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
 
 
 TEXTS = {path: path.read_text() for path in [*ROOT.glob("*.py"), ROOT / "tests/check.py"]}
