@@ -29,7 +29,9 @@ def copied(tmp_path, capsys):
 
 
 def folders_in(folder):
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    """Returns the names of folders, but for .git and links."""
+    folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted(path.name for path in folders if path.name != ".git")
 
 
 def options_of(folder):
@@ -91,11 +93,42 @@ def test_a_part_is_left_out_with_its_files_its_tests_and_its_option(copied, tmp_
     assert options_of(copy).keys() == options_of(ROOT).keys()
 
 
-def test_several_parts_are_left_out_together(copied, tmp_path):
-    copied("--without", "graphs,plots")
+def git(folder, *words):
+    return make_copy.git(folder, "-c", "user.name=owner", "-c", "user.email=owner", *words)
+
+
+def test_a_copy_says_where_it_came_from(copied, tmp_path, monkeypatch):
+    """A commit, with edits or not, or none without git; what is left out; of its pages, too."""
+    monkeypatch.setattr(make_copy, "ROOT", copy_template(tmp_path / "template"))
+    copied("--without=graphs,plots")
     copy = tmp_path / "mine"
-    assert not (copy / "model_graphs.py").exists() and not (copy / "run_plots.py").exists()
-    assert (copy / "model_pairs.py").exists()
+    origin = "template without git, of an unknown commit"
+    assert f"Of the {origin}; parts left out: graphs,plots." in (copy / "README.md").read_text()
+    assert (copy / "docs/runs.md").read_text().startswith(f"# Runs\n\nOf the {origin}; it has")
+    assert "see measured.\n" in (copy / "docs/runs.md").read_text()  # without a link
+    git(tmp_path / "template", "init")
+    git(tmp_path / "template", "add", "-A")
+    git(tmp_path / "template", "commit", "-m", "first")
+    origin = make_copy.origin_of_copy()
+    assert re.fullmatch(r"template [0-9a-f]{7,} of \d{4}-\d\d-\d\d", origin)
+    (tmp_path / "template/my_layers.py").touch()
+    assert make_copy.origin_of_copy() == f"{origin}, with edits"
+
+
+def test_a_copy_is_a_repository_where_it_lies_in_none(copied, tmp_path, monkeypatch):
+    printed = copied()
+    copy = tmp_path / "mine"
+    assert git(copy, "rev-parse", "--abbrev-ref", "HEAD") == "main"
+    assert git(copy, "status", "--porcelain") == ""
+    assert git(copy, "log", "--format=%s", "template") == make_copy.origin_of_copy()
+    assert "git       branches template" in printed
+    assert make_copy.main([str(copy / "inside")]) == 0
+    assert not (copy / "inside/.git").exists()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/env").symlink_to(shutil.which("env"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert make_copy.main([str(tmp_path / "without")]) == 0
+    assert not (tmp_path / "without/.git").exists()
 
 
 def test_without_all_the_core_is_left(copied, tmp_path):

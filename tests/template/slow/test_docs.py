@@ -46,7 +46,7 @@ from train import read_config
 
 SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in fields(Config)}
 # Which are not checked.
-PLAIN = ("export", "cd", "cmp", "cp", "rm", "patch", "touch", "tensorboard")
+PLAIN = ("export", "cd", "cmp", "cp", "rm", "patch", "touch", "tensorboard", "git")
 # Variables that launch.sh does not read.
 EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "GOMP_", "MASTER_")
 COMMANDS = list(
