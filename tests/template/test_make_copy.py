@@ -93,42 +93,39 @@ def test_a_part_is_left_out_with_its_files_its_tests_and_its_option(copied, tmp_
     assert options_of(copy).keys() == options_of(ROOT).keys()
 
 
-def git(folder, *words):
-    return make_copy.git(folder, "-c", "user.name=owner", "-c", "user.email=owner", *words)
-
-
-def test_a_copy_says_where_it_came_from(copied, tmp_path, monkeypatch):
-    """A commit, with edits or not, or none without git; what is left out; of its pages, too."""
-    monkeypatch.setattr(make_copy, "ROOT", copy_template(tmp_path / "template"))
+def test_a_copy_and_its_pages_say_where_it_came_from(copied, tmp_path, monkeypatch):
+    """A commit, with edits or not, or none without git."""
     copied("--without=graphs,plots")
     copy = tmp_path / "mine"
-    origin = "template without git, of an unknown commit"
+    origin = make_copy.origin_of_copy()
     assert f"Of the {origin}; parts left out: graphs,plots." in (copy / "README.md").read_text()
-    assert (copy / "docs/runs.md").read_text().startswith(f"# Runs\n\nOf the {origin}; it has")
-    assert "see measured.\n" in (copy / "docs/runs.md").read_text()  # without a link
-    git(tmp_path / "template", "init")
-    git(tmp_path / "template", "add", "-A")
-    git(tmp_path / "template", "commit", "-m", "first")
+    page = (copy / "docs/runs.md").read_text()
+    assert page.startswith(
+        f"# Runs\n\nOf the {origin}; it has the files that are not here.\n\nA run"
+    )
+    assert "see measured.\n" in page  # without a link
+    monkeypatch.setattr(make_copy, "ROOT", copy)
     origin = make_copy.origin_of_copy()
     assert re.fullmatch(r"template [0-9a-f]{7,} of \d{4}-\d\d-\d\d", origin)
-    (tmp_path / "template/my_layers.py").touch()
+    (copy / "my_layers.py").touch()
     assert make_copy.origin_of_copy() == f"{origin}, with edits"
+    monkeypatch.setattr(make_copy, "ROOT", copy / "docs")  # a repository's, but not its own
+    assert make_copy.origin_of_copy() == "template without git, of an unknown commit"
 
 
 def test_a_copy_is_a_repository_where_it_lies_in_none(copied, tmp_path, monkeypatch):
-    printed = copied()
+    assert "git       branches template" in copied()
     copy = tmp_path / "mine"
-    assert git(copy, "rev-parse", "--abbrev-ref", "HEAD") == "main"
-    assert git(copy, "status", "--porcelain") == ""
-    assert git(copy, "log", "--format=%s", "template") == make_copy.origin_of_copy()
-    assert "git       branches template" in printed
-    assert make_copy.main([str(copy / "inside")]) == 0
-    assert not (copy / "inside/.git").exists()
+    assert make_copy.git(copy, "log", "--format=%D %s") == (
+        f"HEAD -> main, template {make_copy.origin_of_copy()}"
+    )
+    assert make_copy.git(copy, "status", "--porcelain") == ""
+    assert not make_copy.make_repository(copy / "docs", "inside")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/env").symlink_to(shutil.which("env"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert make_copy.main([str(tmp_path / "without")]) == 0
-    assert not (tmp_path / "without/.git").exists()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # without git
+    assert make_copy.main([str(tmp_path / "other")]) == 0
+    assert not (tmp_path / "other/.git").exists()
 
 
 def test_without_all_the_core_is_left(copied, tmp_path):

@@ -9,7 +9,7 @@ from analyse_metrics import metrics_by_group
 from analyse_results import read_results
 from config import Config
 from metrics import mean_and_std, quality
-from model import ModelConfig
+from model import KnockoutConv, ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask
 from tests.template.fixtures import write_table
@@ -27,6 +27,19 @@ def test_a_model_of_another_class_has_no_plan():
     task.check_plan(torch.nn.Linear(1, 1))
     assert task.dataset.transform is None
     assert task.route == "Linear"
+
+
+def test_an_edited_layer_that_the_plan_does_not_know_is_computed_without_it(monkeypatch, caplog):
+    task = KnockoutTask.from_tables(additive_tables(0.1), Config())
+    add = KnockoutConv.add
+
+    def squared(layer, x, h, update, record):
+        return add(layer, x, h, update + update.square(), record)
+
+    monkeypatch.setattr(KnockoutConv, "add", squared)
+    task.check_plan(task.build_model())
+    assert task.dataset.transform is None and task.route == "shared"
+    assert "model_reach.py computes other changes of states than model.py" in caplog.text
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 123.456])

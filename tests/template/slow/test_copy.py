@@ -3,7 +3,6 @@
 import ast
 import functools
 import io
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.template import make_copy
-from tests.template.fixtures import ROOT, SMALL, copy_template, launch_forked
+from tests.template.fixtures import ROOT, launch_forked
 from tests.template.pages import anchors, blocks
 from tests.template.slow.recipes import (
     PAGE,
@@ -29,44 +28,6 @@ from tests.template.slow.recipes import (
 from tests.tools.faults import FAULTS, run_fault
 
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-EDIT = """
-add = KnockoutConv.add
-
-
-def squared(layer, x, h, update, record):
-    return add(layer, x, h, update + update.square(), record)
-
-
-KnockoutConv.add = squared
-"""
-
-
-def test_another_layer_is_trained_with_and_without_the_pass_that_knows_only_ours(
-    command, tables, tmp_path
-):
-    """The log says so, and the numbers are those of a copy without model_reach.py."""
-    copy = copy_template(tmp_path / "copy", tests=False)
-    with (copy / "model.py").open("a") as file:
-        file.write(EDIT)
-
-    def start(script, *arguments):
-        return command(0, copy / script, *arguments)
-
-    arguments = [*tables, *SMALL, "optim.precision=fp64"]
-    kept = start("train.py", *arguments, "run.name=kept").check().stdout
-    assert "model_reach.py computes other changes of states than model.py" in kept
-    (copy / "model_reach.py").unlink()
-    option = "model.message_passing=shared"
-    start("train.py", *arguments, "run.name=deleted", option).check()
-    losses = {}
-    for name in ("kept", "deleted"):
-        rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [row["loss"] for row in map(json.loads, rows) if row["kind"] == "val"]
-    assert len(losses["kept"]) == 2
-    assert losses["kept"] == pytest.approx(losses["deleted"], rel=1e-12)
-    predicted = start("predict.py", "all-singles", "runs/kept", option).check().stdout
-    assert "30 predictions written" in predicted
-
 
 # ---- Checks --------------------------------------------------------------------------------------
 OUTPUT = {  # what the model returns, in model.py of a copy
@@ -200,22 +161,6 @@ def test_a_core_copy_names_nothing_that_it_has_not(tmp_path):
 
 # ---- Upgrade -------------------------------------------------------------------------------------
 OLD = "d8d8b4779fa2"  # a commit
-BEFORE = f"""
-unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE
-mkdir old fresh
-git -C {ROOT} archive {OLD} | tar x -C old
-python old/tests/template/make_copy.py mine --without explain,plots
-cd mine
-git init -q
-git config user.name owner
-git config user.email owner
-git checkout -q -b main
-git add -A
-git commit -q -m untouched
-git branch template
-git apply {ROOT}/tests/template/slow/owner.patch
-git commit -q -a -m mine
-"""
 MERGE = """! git merge template
 git diff --name-only --diff-filter=U > ../conflicts
 git merge --abort
@@ -229,7 +174,8 @@ def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_
     (block,) = [block.text for block in blocks(PAGE, "bash") if "git merge template" in block.text]
     block = block.replace("/tmp/mine", "../fresh/mine").replace("../template/", f"{ROOT}/")
     block = block.replace("git merge template", MERGE).replace("./launch.sh test\n", "")
-    run(["bash", "-euc", BEFORE + block], PATH=PATH).check()
+    script = f". {ROOT}/tests/template/slow/owner.sh {ROOT} {OLD}\n{block}"
+    run(["bash", "-euc", script], PATH=PATH).check()
     assert (tmp_path / "conflicts").read_text().split() == ["losses.py", "metrics.py"]
     mine = tmp_path / "mine"
     assert (mine / "tests/check.py").exists() and not (mine / "predict_explain.py").exists()
