@@ -162,8 +162,11 @@ def test_a_model_that_cannot_be_built_is_an_error_but_in_a_copy(monkeypatch, tmp
     assert replaced() == named
 
 
-def test_config_yaml_has_the_defaults_of_the_dataclasses():
+def test_config_yaml_has_the_defaults_of_the_dataclasses_each_with_a_comment():
     """What config.yaml says counts, so that a default edited in a dataclass alone does nothing."""
     options = compose(read_options(DEFAULTS)).options()
     for key, default in Config().options().items():
         assert options[key] == default, f"{key}: edit both config.yaml and the dataclass"
+    lines = [line for line in DEFAULTS.read_text().splitlines() if line.startswith("  ")]
+    assert [line for line in lines if "  # " not in line] == []
+    assert [line.split(":")[0].strip() for line in lines] == [key.split(".")[1] for key in options]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import predict
 import predictor
@@ -291,16 +290,3 @@ def test_the_tree_of_the_readme_is_that_of_the_folder():
 )
 def test_a_heading_answers_what_newcomers_ask(words):
     assert any(words in heading.lower() for page in DOCS for heading in headings(page))
-
-
-def test_config_yaml_lists_every_option_with_its_default_and_a_comment():
-    text = (ROOT / "config.yaml").read_text()
-    listed = yaml.safe_load(text)
-    assert listed == yaml.safe_load(yaml.safe_dump(dataclasses.asdict(Config())))
-    assert [list(section) for section in listed.values()] == [
-        [option.name for option in dataclasses.fields(section.type)]
-        for section in dataclasses.fields(Config)
-    ]
-    options = [line for line in text.splitlines() if line.startswith("  ")]
-    assert len(options) == sum(len(section) for section in listed.values())
-    assert [line for line in options if "  # " not in line] == []
