@@ -309,7 +309,8 @@ def logistic(design, y, held, weight):  # Newton's steps, each halved until it l
         variance = weight * probability * (1 - probability)
         curvature = (design.T * variance) @ design + np.diag(held)
         gradient = design.T @ (weight * (probability - y)) + held * x
-        step = np.linalg.lstsq(curvature / np.outer(scale, scale), gradient / scale)[0] / scale
+        step = np.linalg.lstsq(curvature / np.outer(scale, scale), gradient / scale, rcond=None)[0]
+        step = step / scale
         while error(x - step) >= error(x) and np.abs(step * scale).max() > 1e-9:
             step = step / 2
         x = x - step

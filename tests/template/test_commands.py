@@ -165,7 +165,7 @@ def test_files_in_a_folder_that_one_may_not_enter_are_a_sentence(
     monkeypatch.setattr(io, "open", builtins.open)
     both = ("data.edges=theirs/e.tsv", "data.perturbations=theirs/s.tsv")
     resumed = "run.resume=theirs/best.pt"
-    for words in (both, ["run.dir=theirs/runs"], [resumed], ["--config", "theirs/mine.yaml"]):
+    for words in (both, ["run.dir=theirs/runs"], [resumed]):
         assert train_here(*words) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1

@@ -177,9 +177,9 @@ def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, termi
         for _ in read_rows(str(path), header, has_bar=has_bar):
             clock.now += 10
     percents = [int(text) for text in re.findall(rf"reading {name}: +(\d+)%", terminal.getvalue())]
-    assert len(percents) >= 7
+    assert len(percents) >= 4
     assert percents == sorted(percents)
-    assert 0 < percents[0] < 30
+    assert 0 < percents[0] < 40
     assert percents[-1] >= 90
 
 

@@ -147,15 +147,16 @@ def test_step_loss(copy, tables, tmp_path):
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert all(0 < loss < 2 for loss in losses)
     assert losses[-1] < losses[0]
-    assert_parity(copy)
+    # A correlation has no gradient of a constant but rounding, which AdamW enlarges.
+    no_constants = "optim.lr_mult={bias: 0}"
+    assert parity_holds(copy, no_constants)
     assert_contract(copy)
 
     # With a loss per rank, the result depends on the number of ranks.
     source = (copy / "train.py").read_text()
     assert "ddp.sum(everyone)" in source
     (copy / "train.py").write_text(source.replace("ddp.sum(everyone)", "everyone"))
-    with pytest.raises(AssertionError):
-        assert_parity(copy)
+    assert not parity_holds(copy, no_constants)
 
 
 def read_numbers(path):
