@@ -27,6 +27,7 @@ from tests.template.slow.recipes import (
     copy_of_classes,
     git_apply,
     launch,
+    parity_holds,
     refuse,
     run_tests,
     train,
