@@ -70,6 +70,7 @@ from metrics import first_metric
 from parts import is_here, optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status
+from run_results import row_labels
 
 SHOWN = 20  # targets printed at most
 NO_RIVAL = "test.tsv has no rival: groups of rows have no difference from one (see model.start)"
@@ -287,13 +288,15 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
     """Returns the metrics of `rivals`, or `no_rivals`: why these are not known.
 
     The rows are those of a run of each fold, given by folder. Rivals are fitted in each fold; in
-    one where a rival cannot be, it predicts as the sum of effects.
+    one where a rival cannot be, it predicts as the sum of effects. They predict the test rows of
+    the tables, which must be those of test.tsv, one by one.
     """
     if not is_here("analyse_rivals"):
         return {"no_rivals": "analyse_rivals.py, which fits it, is not here"}
     from analyse_rivals import pair_rival, rivals
 
     of_folds = []
+    genes = []
     for folder, config in configs.items():
         loss = config.optim.loss
         try:
@@ -301,6 +304,9 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
         except UserError as error:
             return {"no_rivals": str(error)}
         of_folds.append(rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir))
+        genes += [label.partition("\t")[0] for label in row_labels(tables, "test")]
+    if genes != rows.genes:
+        return {"no_rivals": "test.tsv has other rows, or in another order, than the run has tested"}
     predictions = {}
     for name in chain.from_iterable(of_folds):
         each = [fold.get(name, fold["sum of effects"]) for fold in of_folds]

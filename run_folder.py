@@ -238,11 +238,11 @@ class RunFolder:
     def _restore_best(
         self, checkpoint: dict[str, Any], state: TrainState, steps_per_epoch: int
     ) -> None:
-        """Writes best.pt, unless it is the best step's, with the optimiser of the checkpoint."""
+        """Writes best.pt, unless it is of that validation, with the checkpoint's optimiser."""
         path = self.checkpoints / "best.pt"
         step = state.best["step"]
         with contextlib.suppress(Exception):  # a damaged file fails in many ways
-            if load_file(path, mmap=True)["step"] == step:
+            if load_file(path, mmap=True)["best"] == state.best:
                 return
         saved = {name: value for name, value in checkpoint.items() if name != "file"}
         best = {**saved, "model": state.best_model, "best_model": None}

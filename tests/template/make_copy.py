@@ -89,11 +89,12 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         for path in files_of_copy(gone):
             target = partial / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, target)
+            shutil.copyfile(path, target)  # which one may write, also where a template is not
         for workflow in partial.glob(".github/workflows/*.yml"):
             workflow.write_text(workflow.read_text().replace(".ci/run", "./launch.sh test"))
         launcher = partial / "launch.sh"
         launcher.write_text(re.sub(COMMAND, "", launcher.read_text(), flags=re.M))
+        launcher.chmod(0o755)
         python = environment()
         if python is not None:
             (partial / ".venv").symlink_to(python)

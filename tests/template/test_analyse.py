@@ -405,6 +405,12 @@ def test_other_tables_than_the_run_had_are_no_rivals_tables(
     assert analyse_here("runs/default") == 0
     printed = capsys.readouterr().out
     assert "not clearly above it" in printed
+    test = Path("runs/default/test.tsv")
+    header, *of_rows = test.read_text().splitlines(keepends=True)
+    for others in (of_rows[::-1], of_rows[1:]):  # rivals predict row by row
+        test.write_text(header + "".join(others))
+        assert analyse_here("runs/default") == 0
+        assert "model: test.tsv has other rows, or in another order" in capsys.readouterr().out
     own = load(load_config(["runs/default/config.yaml"]).data)
     row = own.rows("train")[0].item()
     path = Path("scores.tsv")

@@ -140,11 +140,13 @@ def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
     template = copy_template(tmp_path / "template")
     (template / "model.py").write_text((template / "model.py").read_text() + "# edited\n")
     (template / "my_layers.py").write_text("")
+    (template / "model.py").chmod(0o444)
     for folder in ("runs", ".cache", ".venv", "__pycache__"):
         (template / folder).mkdir()
     run([str(template / "launch.sh"), "copy", "mine"]).check()
     copy = tmp_path / "mine"
     assert (copy / "model.py").read_text().endswith("# edited\n")
+    assert (copy / "model.py").stat().st_mode & 0o200  # of a template that one may only read
     assert (copy / "my_layers.py").exists()
     assert folders_in(copy) == ["docs", "example", "tests"]
 
@@ -174,13 +176,13 @@ def test_a_copy_that_cannot_be_made_is_one_sentence(monkeypatch, tmp_path, capsy
 
 
 def test_a_copy_that_fails_leaves_nothing(monkeypatch, tmp_path):
-    copy_file = shutil.copy
+    copy_file = shutil.copyfile
 
     def full_disk(source, target):
         if source.name == "train.py":
             raise OSError(28, "No space left on device")
         return copy_file(source, target)
 
-    monkeypatch.setattr(shutil, "copy", full_disk)
+    monkeypatch.setattr(shutil, "copyfile", full_disk)
     assert make_copy.main([str(tmp_path / "mine")]) == 2
     assert not list(tmp_path.iterdir())

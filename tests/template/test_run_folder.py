@@ -320,6 +320,15 @@ def test_the_best_checkpoint_is_used_if_no_other_is_left(train, tmp_path):
     assert "resumed at step 0" in train(0, *options).check().stdout
 
 
+def test_a_best_pt_of_another_run_is_written_anew(trained, train, tmp_path):
+    trained()
+    file = tmp_path / "runs/default/checkpoints/best.pt"
+    own = torch.load(file, weights_only=True)
+    torch.save(own | {"best": own["best"] | {"loss": 0.5}}, file)  # of the same step
+    train(0).check()
+    assert torch.load(file, weights_only=True)["best"] == own["best"]
+
+
 @pytest.mark.slow
 def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
     # The second epoch is the best.
