@@ -306,7 +306,7 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
         of_folds.append(rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir))
         genes += [label.partition("\t")[0] for label in row_labels(tables, "test")]
     if genes != rows.genes:
-        return {"no_rivals": "test.tsv has other rows, or in another order, than the run has tested"}
+        return {"no_rivals": "test.tsv has other rows, or in another order, than the run tested"}
     predictions = {}
     for name in chain.from_iterable(of_folds):
         each = [fold.get(name, fold["sum of effects"]) for fold in of_folds]
