@@ -93,7 +93,7 @@ def train(config: Config, ddp: Distributed) -> None:
     )
     folder = RunFolder.open(config, ddp, task.origin(code), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
-    if task.graph is not None and is_here("predict"):
+    if task.graph is not None and is_here("predict_tables"):
         from predict_tables import write_graph
 
         write_graph(folder, task.tables)
