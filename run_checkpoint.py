@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from errors import RunError, UserError, reason_of
 
 log = logging.getLogger("run_checkpoint")
-NEEDED = ("model", "optimizer", "scaler", "step", "config", "data")  # entries of any checkpoint
+NEEDED = ("model", "optimizer", "scaler", "step", "epoch", "config", "data")  # in any checkpoint
 
 
 @dataclass(frozen=True)
