@@ -3,9 +3,10 @@
 Each returns whether all is well, and a figure. The model is this template's.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -129,6 +130,20 @@ def loss_and_gradients(
     return [loss, torch.cat(gradients)]
 
 
+@contextmanager
+def liveness_checked() -> Iterator[None]:
+    """In the block, replays raise where tensors that they read are gone, from torch 2.13 on.
+
+    That is not for graphs of the model, whose sparse matrices torch's check does not know.
+    """
+    capture_graph = model_graphs.cuda_graph
+    if "check_input_liveness" in inspect.signature(capture_graph).parameters:
+        capture_graph = partial(capture_graph, check_input_liveness=True)
+    with mock.patch.object(model_graphs, "cuda_graph", capture_graph):
+        yield
+
+
+@liveness_checked()
 def replayed_updates(device: torch.device, precision: str, folder: Path) -> tuple[bool, str]:
     """Parameters after updates that are replayed, and after the same ones by hand, bit for bit.
 

@@ -82,14 +82,6 @@ def test_rows_of_one_node_choose_no_combination(levels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 8, 9, 12])
-def test_a_combination_that_suits_few_validation_rows_by_chance_is_not_taken(seed):
-    """The best combination of these additive tables is a little better than the sum."""
-    tables = combined_tables((1.0, 0.0, 0.0), noise=0.5, num_rows=300, seed=seed)
-    assert fit_baseline(tables).weights[:, 0].tolist() == [1, 0, 0]
-
-
-@pytest.mark.slow
 def test_each_score_is_combined_by_itself(few_penalties):
     """Missing scores count for none of them, nor does the order of the scores."""
     tables = combined_tables((0.0, 2.0, 0.0))
@@ -353,8 +345,10 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
 
 
 def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
-    tables = combined_tables((0.2, 1.4, 0.2))
+    """With each of the three responses."""
+    tables = combined_tables((0.2, 1.4, 0.2), levels=(0.0, 0.25, 2.0))
     found = fit_baseline(tables)
+    assert found.effect.size(1) == 3
     model = model_of_tables(ModelConfig(hidden=4, dropout=0.0), tables, found)
     batch = KnockoutDataset(tables, torch.ones(60, dtype=torch.long)).__getitems__(range(300))
     prediction = model(SharedGraph(tables.graph()), batch)

@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import Config
-from data import DataConfig, KnockoutDataset, load
+from data import DataConfig, load
 from errors import DataError
-from model import ModelConfig
-from task import KnockoutTask
-from tests.sets import tables_of
 from tests.template.fixtures import write_table
 from tests.template.tables import summary_of
 from tests.tools.runs import parameters, read_metrics
@@ -92,28 +88,6 @@ def test_errors_in_a_table_of_features_name_file_and_line(tmp_path, rows, messag
         load(write_tables(tmp_path, "features.tsv"))
 
 
-@pytest.mark.parametrize("undirected", [False, True])
-def test_edge_weights_of_duplicate_edges_are_averaged(tmp_path, undirected):
-    weights = ("weight", 2, 0.5, 1e-3)
-    edges = [(*row, weight) for row, weight in zip(EDGES, weights, strict=True)]
-    edges.append(("a", "b", "x", 4))
-    tables = load(write_tables(tmp_path, edges=edges, undirected=undirected))
-    graph = tables.graph()
-    found = []  # {edge: weight} of each relation
-    for edge_type, edge_index in graph.edge_index_dict.items():
-        pairs = map(tuple, edge_index.T.tolist())
-        found.append(dict(zip(pairs, graph[edge_type].edge_weight.tolist(), strict=True)))
-    expected = [{(0, 1): 3.0, (1, 2): 0.5}, {(2, 3): 1e-3}]
-    if undirected:
-        for weight_of in expected:
-            reverse = {(target, source): w for (source, target), w in weight_of.items()}
-            weight_of.update(reverse)
-    assert found == expected
-    plain = load(write_tables(tmp_path))
-    assert plain.edge_weight.eq(1).all()
-    assert plain.fingerprint() != tables.fingerprint()
-
-
 @pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])
 def test_edge_weights_must_be_positive(tmp_path, weight):
     message = f"edges.tsv:2: the weight '{weight}' is not a number from 1e-30"
@@ -136,24 +110,6 @@ def test_a_table_may_say_nodes(tmp_path):
     options = write_tables(tmp_path, "nodes.tsv")
     write_table(tmp_path / "scores.tsv", [("nodes", *SCORES[0][1:]), *SCORES[1:]])
     assert load(options).fingerprint() == expected
-
-
-def test_without_embedding_nodes_of_equal_features_and_edges_are_alike(tmp_path):
-    """d and e can only be told apart by what a model learns of each by name."""
-    write_table(tmp_path / "features.tsv", [("gene", "size"), ("c", 5), ("d", 1), ("e", 1)])
-    edges = [EDGES[0], ("c", "d", "x"), ("c", "e", "x")]
-    options = write_tables(tmp_path, "features.tsv", edges=edges)
-    for embedding in (True, False):
-        config = Config(model=ModelConfig(embedding=embedding), data=options)
-        task = KnockoutTask.from_tables(load(options), config)
-        model = task.build_model().double().eval()
-        for parameter in model.parameters():  # some parts start at zero
-            torch.nn.init.normal_(parameter)
-        model.terms["without_graph"].readout.effect.data.zero_()  # the additive baseline's
-        graph = task.graph.double()
-        dataset = KnockoutDataset(tables_of([[3], [4]], torch.zeros(2)), graph.degree)
-        d, e = model(graph, dataset.__getitems__([0, 1]))
-        assert d.isclose(e) == (not embedding)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from baseline import additive_baseline, fit_baseline
-from config import Config
+from baseline import additive_baseline
 from data import (
     DataConfig,
     KnockoutDataset,
@@ -21,22 +20,20 @@ from data import (
     load,
     node_split,
     random_split,
-    training_mean_and_std,
 )
 from data_tables import Tables
 from errors import DataError, UserError
-from mask import SharedGraph, doses
+from mask import SharedGraph
 from metrics import pearson
 from model import KnockoutGNN, ModelConfig
 from model_reach import ReachPlanner
 from predict_tables import read_sets
-from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.sets import pack_levels, tables_of
 from tests.syncs import CountSynchronisations
 from tests.template.fixtures import write_table
-from tests.template.models import full_model, model_of_tables
-from tests.template.tasks import lines_of_test, small_graph
+from tests.template.models import full_model
+from tests.template.tasks import small_graph
 
 EDGES = [
     ("source", "target", "relation"),
@@ -250,25 +247,6 @@ def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
         asked("all-singles=x", tables)
 
 
-def test_a_screen_at_a_level_and_test_tsv_say_the_levels(train, predict, tmp_path):
-    lines = (tmp_path / "scores.tsv").read_text().splitlines()
-    names = {f"Y{k:02}": ("=0.3", "=3", "")[k % 3] for k in range(30)}
-    for name, level in names.items():
-        lines = [line.replace(name, name + level) for line in lines]
-    (tmp_path / "scores.tsv").write_text("\n".join([*lines, ""]))
-    train(0).check()
-    _, *rows = (tmp_path / "runs/default/test.tsv").read_text().splitlines()
-    cells = [row.split("\t")[0] for row in rows]
-    in_table = {frozenset(line.split("\t")[0].split(",")) for line in lines}
-    assert len(cells) > 0
-    assert {frozenset(cell.split(",")) for cell in cells} <= in_table
-    assert any("=0.3" in cell for cell in cells)
-    predict(0, "all-singles=0.5", "runs/default").check()
-    _, *rows = (tmp_path / "all-singles=0.5.predictions.tsv").read_text().splitlines()
-    assert [row.split("\t")[0] for row in rows] == [f"{name}=0.5" for name in names]
-    assert len({row.split("\t")[1] for row in rows}) > 20
-
-
 def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
     """Also where two levels are swapped between two nodes."""
     sets = [{k: 0.0, k + 1: level} for k in range(0, 60, 2) for level in (0.0, 0.3, 3.0)]
@@ -285,22 +263,6 @@ def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
     by_node = node_split(tables, DataConfig(split="nodes"))
     no_levels = node_split(replace(tables, level=None), DataConfig(split="nodes"))
     assert by_node.equal(no_levels)
-
-
-def test_lines_of_test_tsv_name_levels(tmp_path):
-    tables = read(tmp_path, ["a", "b=0.5", "c=2,a=0.125"])
-    task = KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(tmp_path))))
-    _, line = lines_of_test(task, torch.zeros(1, 1))
-    assert line.split("\t")[0] == "a=0.125,c=2"
-
-
-def test_a_batch_counts_the_edges_of_deleted_nodes_alone():
-    tables = tables_of([{3: 0.3, 1: 0.0}, {}, {2: 0.0, 3: 2.0}], torch.zeros(3))
-    dataset = KnockoutDataset(tables, torch.arange(5))
-    batch = dataset.__getitems__([2, -1, 0])
-    assert batch.perturbed.tolist() == [2, 3, 1, 3]
-    assert batch.level.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.3])
-    assert batch.num_dead_edges == 2 + 1
 
 
 # ---- Model ---------------------------------------------------------------------------------------
@@ -356,71 +318,6 @@ def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, reado
         assert count.seen == []
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
-@pytest.mark.parametrize("route", ["shared", "expanded"])
-def test_level_1_is_intact_and_others_are_not(shared, readout, route):
-    model = make_model(readout=readout, message_passing=route)
-    named, intact = model(shared, make_batch(shared, [{3: 1.0, 7: 1.0}, {}]))
-    torch.testing.assert_close(named, intact, rtol=1e-12, atol=1e-12)
-    sets = [{3: level} for level in (0.0, 0.3, 1.0, 3.0)]
-    predictions = model(shared, make_batch(shared, sets))
-    assert len(predictions[:, -1].round(decimals=6).unique()) == len(sets)
-
-
-def test_a_target_at_a_level_has_its_own_part_beside_its_change(shared):
-    """A scaled node lives: its state is computed and read. That of a deleted one is not."""
-    model = make_model(readout="nodes").eval()
-    sets = [{0: 0.5, 5: 0.4}, {0: 0.5}, {5: 0.4}, {0: 0.5, 5: 0.0}]
-    for route in ("shared", "expanded"):
-        model.config = ModelConfig(hidden=8, message_passing=route, readout="nodes")
-        batch = make_batch(shared, sets)
-        model.terms["knockout"].dead.weight.data.zero_()
-        model.terms["knockout"].dead.bias.data.fill_(7.0)
-        dose = (1 - batch.level).unsqueeze(1)
-        baseline = model.terms["without_graph"].readout
-        additive = baseline(torch.ones(2, NUM_NODES).bool(), dose, batch)
-        effects = model(shared, batch) - additive
-        both, other, _, deleted = effects[:, 0]  # on node 5
-        assert abs(other) > 1e-4
-        assert abs(both - 7.0 * 0.6) > 1e-4  # changed by node 0, too
-        assert deleted.item() == pytest.approx(7.0)
-
-
-@pytest.mark.slow
-def test_the_model_starts_from_the_baseline_at_all_levels():
-    """With each of the three responses, and with those of largest and smallest response."""
-    generator = torch.Generator().manual_seed(0)
-    choices = torch.tensor([0.0, 0.25, 0.5, 2.0])
-    sets = []
-    for _ in range(300):
-        nodes = torch.randperm(20, generator=generator)[:2].tolist()
-        level = choices[torch.randint(4, (2,), generator=generator)].tolist()
-        sets.append(dict(zip(nodes, level, strict=True)))
-    effect = torch.randn(20, 3, generator=generator).double()
-    dose = doses(pack_levels(sets)["level"])
-    response = (dose * effect[pack_levels(sets)["perturbed"]]).sum(1).view(300, 2)
-    largest = response.amax(1).clamp(min=0)
-    tables = Tables(
-        genes=[f"g{k:02}" for k in range(20)],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        **pack_levels(sets),
-        y=torch.stack([response.sum(1), largest], dim=1),
-        split=torch.tensor([0] * 240 + [1] * 30 + [2] * 30, dtype=torch.int8),
-        targets=("sum", "largest"),
-    )
-    found = fit_baseline(tables)
-    assert found.weights[:, 0].tolist() == pytest.approx([1, 0, 0], abs=1e-3)
-    assert found.weights[1, 1] > 1
-    model = model_of_tables(ModelConfig(hidden=4), tables, found).eval()
-    shared = SharedGraph(tables.graph())
-    batch = KnockoutDataset(tables, shared.degree).__getitems__(range(300))
-    mean, std = training_mean_and_std(tables)
-    prediction = mean + std * model(shared, batch)  # in the units of the scores
-    torch.testing.assert_close(prediction, found.prediction, rtol=1e-4, atol=1e-4)
 
 
 # ---- The synthetic preset ------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, HeteroData
 
 from mask import EdgeMasks, SharedGraph, num_samples
-from mask_copies import CopiedGraph, intact_batch
+from mask_copies import CopiedGraph
 from mask_product import RelationStack, _segment_product, sparse_product
 from tests.loops import (
     DEAD,
@@ -42,29 +42,6 @@ def test_a_node_at_a_level_keeps_its_edges(graph):
     expected_copies = shared.expand(make_batch(shared, DEAD))
     for relation in graph.edge_types:
         assert torch.equal(copied[relation], expected_copies[relation])
-
-
-def test_on_copies_a_node_sends_its_state_times_its_level(graph):
-    """Dead nodes get nothing, which nothing reads."""
-    shared = SharedGraph(graph).double()
-    batch = make_batch(shared, LEVELS)
-    x = torch.randn(NUM_NODES, len(LEVELS), 4, dtype=torch.float64)
-    gate = torch.randn(3, 4, dtype=torch.float64)
-    expected = shared.propagate(x, gate, level=shared.levels(batch))
-    alive = shared.keep(batch).unsqueeze(-1)
-    on_copies = CopiedGraph(shared, batch).propagate(x, gate)
-    torch.testing.assert_close(on_copies * alive, expected * alive, rtol=1e-12, atol=1e-12)
-
-
-def test_a_batch_without_knock_outs_leaves_the_graph_intact(graph):
-    shared = SharedGraph(graph).double()
-    batch = intact_batch(shared.device)
-    assert num_samples(batch) == 1 and shared.keep(batch).all()
-    assert all(mask.all() for mask in shared.edge_masks(batch).values())
-    x = torch.randn(NUM_NODES, 1, 4, dtype=torch.float64)
-    gate = torch.randn(3, 4, dtype=torch.float64)
-    on_copies = CopiedGraph(shared, batch).propagate(x, gate)
-    torch.testing.assert_close(on_copies, shared.propagate(x, gate), rtol=1e-12, atol=1e-12)
 
 
 def test_masks_in_reused_memory_equal_fresh_ones_for_batches_of_any_size(graph):
@@ -108,12 +85,6 @@ def test_degree_counts_a_self_loop_once(graph):
     edges = edges_of(graph)
     expected = [sum(node in edge for edge in edges) for node in range(NUM_NODES)]
     assert SharedGraph(graph).degree.tolist() == expected
-
-
-def test_a_self_loop_is_dead_only_once(graph):
-    shared = SharedGraph(graph)
-    dead = shared.dead_edges(make_batch(shared, [[0]]))
-    assert len(dead) == len(dead.unique()) == shared.degree[0]
 
 
 @pytest.mark.parametrize("sets", [SETS, [[]]])

@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 import model_graphs
 from config import Config
 from data import KnockoutDataset
-from data_loader import StepSampler, make_loader
+from data_loader import StepSampler
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from mask import SharedGraph, sum_by_sample
@@ -222,16 +222,6 @@ def test_a_padded_batch_is_pinned_and_moved_as_one_tensor():
             assert batch[name] is value
 
 
-def test_packed_batches_come_from_processes_of_a_loader():
-    dataset = dataset_of([[], [3], [0, 1], [0, 1, 2, 3]])
-    dataset.transform = FixedShape(2, num_perturbed=6, num_out_edges=7)
-    rows = torch.tensor([[1, 2], [3, 0]])
-    loader = make_loader(dataset, list(rows), 1, CPU)
-    for batch, rows_of_batch in zip(loader, rows, strict=True):
-        expected = dataset.__getitems__(rows_of_batch).to(CPU).to_dict()
-        torch.testing.assert_close(batch.to(CPU).to_dict(), expected, rtol=0, atol=0)
-
-
 # ---- Replays -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("precision", "options"),
@@ -267,19 +257,6 @@ def test_replays_give_the_numbers_of_the_model_and_overwrite_none(gpu, precision
         torch.testing.assert_close(found_gradients, gradients, rtol=tolerance, atol=tolerance)
     for expected, found in kept:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_what_is_changed_in_a_batch_counts(gpu):
-    task = make_task()
-    model = build_model(task)
-    steps = steps_of(model, task)
-    first, second = batches_of(task, steps.dataset, number=2)
-    expected = add_gradients(model, task, second)
-    for name in ("perturbed", "perturbed_batch", "perturbed_ptr", "level", "index", "seed"):
-        first[name] = second[name]
-    first.pair_features = second.pair_features
-    assert steps.model.fits(first)
-    assert add_gradients(steps.model, task, first).equal(expected)
 
 
 @pytest.mark.parametrize(

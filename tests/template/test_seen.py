@@ -1,7 +1,6 @@
 """Seen means measured, and level 1 means intact: in baseline, splits, test.tsv and predictions."""
 
 import random
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,13 @@ from torch import Tensor
 from analyse_results import read_results
 from baseline import additive_baseline
 from config import Config
-from data import DataConfig, load, node_split, random_split
+from data import DataConfig, load
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
 from metrics import pearson
 from predict_tables import read_sets
 from task import KnockoutTask
-from tests.sets import tables_of
 from tests.template.fixtures import write_table
 from tests.template.tables import write_tables
 from tests.template.tasks import lines_of_test
@@ -113,14 +111,6 @@ def test_nodes_that_are_not_measured_tell_nothing_of_their_neighbours(tmp_path, 
     assert pearson(plain.y[test_rows], found[test_rows]) > 0.97
 
 
-def test_rows_of_other_splits_make_no_node_seen():
-    tables = tables_of([[0, 1], [2], [3], [0, 4]], torch.ones(4, 2))
-    tables.genes = list("abcde")
-    tables.split = torch.tensor([0, 1, 2, -1], dtype=torch.int8)
-    assert tables.is_seen().tolist() == [[True] * 2] * 2 + [[False] * 2] * 3
-    assert tables.unseen("val").tolist() == tables.unseen("test").tolist() == [[1, 1]]
-
-
 def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these_differ(tmp_path):
     rows = [
         ("a", "NA", 1, "train"),
@@ -169,53 +159,6 @@ def test_training_hides_the_share_of_nodes_that_validation_has_unseen_over_its_s
 
 
 # ---- Level 1 -------------------------------------------------------------------------------------
-def test_a_set_is_the_same_with_further_nodes_at_level_1():
-    twins = [
-        [{}, {3: 1.0}, {0: 1.0, 4: 1.0}],
-        [{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0, 2: 1.0}, {1: 0.0, 0: 0.0, 3: 1.0}],
-        [{0: 0.3}, {4: 1.0, 0: 0.3}],
-        [{0: 0.0}],
-    ]
-    sets = [levels for group in twins for levels in group]
-    tables = tables_of(sets, torch.ones(len(sets)))
-    tables.genes = list("abcde")
-    numbers = [number for number, group in enumerate(twins) for _ in group]
-    assert tables.set_number().tolist() == numbers
-    order = [5, 8, 0, 3]
-    tables = tables_of([sets[row] for row in order], torch.ones(4))
-    tables.genes = list("abcde")
-    assert tables.set_number().tolist() == [0, 1, 2, 0]
-
-
-@pytest.mark.parametrize("level", [0.0, 0.3])
-def test_twins_with_a_further_node_at_level_1_stay_together_in_every_random_split(level):
-    sets = [{a: level, b: 0.0} for a, b in combinations(range(15), 2)]
-    twins = [{**levels, 15 + k % 5: 1.0} for k, levels in enumerate(sets)]
-    tables = tables_of(sets + twins, torch.zeros(210))
-    alone = tables_of(sets, torch.zeros(105))
-    tables.genes = alone.genes = [f"g{k:02}" for k in range(20)]
-    for seed in range(5):
-        options = DataConfig(split_seed=seed)
-        split = random_split(tables, options)
-        assert split[:105].equal(split[105:])
-        assert split[:105].equal(random_split(alone, options))
-        assert len(split.unique()) == 3
-
-
-def test_a_node_at_level_1_does_not_decide_the_split_of_nodes():
-    sets = [{k % 20: 0.0, 20 + k % 10: 1.0} for k in range(100)] + [{k: 1.0} for k in range(30)]
-    tables = tables_of(sets, torch.zeros(130))
-    tables.genes = [f"g{k:02}" for k in range(30)]
-    plain = tables_of([{k % 20: 0.0} for k in range(100)] + [{}] * 30, torch.zeros(130))
-    plain.genes = tables.genes
-    for fold in range(3):
-        options = DataConfig(split="nodes", split_seed=fold)
-        split = node_split(tables, options)
-        assert split.equal(node_split(plain, options))
-        assert split[100:].eq(0).all()
-        assert len(split.unique()) == 3
-
-
 def test_a_row_at_level_1_is_an_intact_control(tmp_path):
     """For the baseline, in test.tsv and for the model."""
     cells = ["", "a", "b=0.3,c", "a,b", "c", "b,d=0.5"]

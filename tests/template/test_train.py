@@ -145,7 +145,6 @@ def write_equal_splits(folder: Path, kind: str) -> list[str]:
         ("weights", 0),
         ("weights of missing scores", 0),
         ("binary", 0),
-        pytest.param("weights of missing scores", 2, marks=pytest.mark.slow),
         pytest.param("binary", 2, marks=pytest.mark.slow),
     ],
 )
@@ -160,20 +159,6 @@ def test_all_splits_report_the_same_loss_of_the_same_rows(train, tmp_path, kind,
     assert of_training > 0.01
     assert losses["val"] == pytest.approx([of_training] * 2, rel=1e-6)
     assert losses["test"] == pytest.approx([of_training], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_batch_need_not_divide_by_the_ranks_and_micro_batches(train, tmp_path):
-    """The loss of 32 samples a step is the same on 1, 2 and 3 ranks, as an elastic run has."""
-    losses = []
-    for nproc, accumulate in ((0, 1), (2, 1), (3, 1), (2, 3)):
-        name = f"{nproc}-{accumulate}"
-        options = ["optim.precision=fp64", "optim.epochs=2", f"optim.accumulate={accumulate}"]
-        train(nproc, *options, f"run.name={name}").check()
-        rows = read_metrics(tmp_path / "runs" / name, "val")
-        losses.append([row["loss"] for row in rows])
-    for of_run in losses[1:]:
-        assert of_run == pytest.approx(losses[0], rel=1e-12)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import model_graphs
 from mask_product import RelationStack
 from model_graphs import GraphedModel, GraphedUpdate
 from task import KnockoutTask
@@ -88,6 +89,19 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     monkeypatch.setattr(gpu_graphs, "capture", lambda *_: silent)
     gpu.graphs(report, CPU, tmp_path)
     assert report.num_wrong == 5 + len(gpu.REFUSALS)
+
+
+def test_torch_looks_for_freed_memory_where_it_can(stand_in, tmp_path, monkeypatch):
+    """As from torch 2.13 on."""
+    asked = []
+
+    def cuda_graph(graph: graphs.Capture, check_input_liveness: bool = False, **options: str):
+        asked.append(check_input_liveness)
+        return graph
+
+    monkeypatch.setattr(model_graphs, "cuda_graph", cuda_graph)
+    _, figure = gpu_graphs.replayed_updates(CPU, "fp32", tmp_path)
+    assert figure.endswith("replayed: True") and asked == [True]
 
 
 def test_what_is_wrong_or_raises_is_reported(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """Each patch of tests/recipes, applied as a user does it, gives a copy that trains as it should."""
 
 import csv
-import itertools
 import json
 import math
 import re
@@ -69,17 +68,18 @@ def test_every_patch_can_be_applied_and_taken_back(copy, repository):
 
 def test_patches_go_together(copy):
     """Each pair, one after the other, gives the same files in both orders."""
-    for pair in itertools.combinations(RECIPES, 2):
-        if set(pair) in APART:
-            continue
-        results = []
-        for first, second in (pair, pair[::-1]):
-            git_apply(copy, first)
+    results = {}
+    for first in RECIPES:
+        git_apply(copy, first)
+        for second in RECIPES:
+            pair = {first, second}
+            if len(pair) == 1 or pair in APART:
+                continue
             git_apply(copy, second)
-            results.append(sources(copy))
+            text = sources(copy)
+            assert results.setdefault(frozenset(pair), text) == text, pair
             git_apply(copy, second, "--reverse")
-            git_apply(copy, first, "--reverse")
-        assert results[0] == results[1], pair
+        git_apply(copy, first, "--reverse")
 
 
 def test_losses_go_together_and_with_ema_and_plateau(copy, tables):
