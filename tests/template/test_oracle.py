@@ -174,11 +174,10 @@ def write(fields: dict[str, Any], options: dict[str, Any], folder: Path) -> Conf
         perturbations=str(folder / "scores.tsv"),
         features=str(folder / "features.tsv") if fields["features"] else "",
         undirected=fields["undirected"],
-        split="random" if fields["split"] is not None else options["split"],
-        val_fraction=0.3,
-        test_fraction=0.2,
         cache_dir=str(folder / "cache"),
     )
+    if fields["split"] is None:
+        of_data = replace(of_data, split=options["split"], val_fraction=0.3, test_fraction=0.2)
     of_model = ModelConfig(
         hidden=4,
         layers=options["layers"],
