@@ -210,6 +210,10 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
     assert not model.eval()(shared, batch).isclose(shown).any()
     model.unseen = 0.5
     first = model.train()(shared, batch)
+    is_shown, _ = model.draw(shared, batch).is_shown
+    with torch.no_grad():
+        model.encoder.identity[~is_shown] += 1.0  # is hidden with the effect
+    assert model(shared, batch).equal(first)
     batch.seed += 1
     assert not first.equal(model(shared, batch))
 
@@ -228,6 +232,17 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
     first = model(shared, batch)
     batch.seed += 1
     assert first != model(shared, batch)  # dropout is active
+
+
+def test_what_nodes_send_and_what_the_local_readout_knows_drops_out(shared):
+    model = make_model(readout="local", dropout=0.5).train()
+    local = model.terms["local"]
+    inputs = []
+    for layer in (model.encoder.first.norm, local.embed, local.head[0]):
+        layer.register_forward_pre_hook(lambda layer, values: inputs.append(values[0]))
+    model(shared, make_batch(shared, SETS))
+    dropped = [(values == 0).double().mean().item() for values in inputs]
+    assert len(dropped) == 3 and all(0.3 < share < 0.7 for share in dropped), dropped
 
 
 def test_rows_and_nodes_of_the_same_number_draw_others(shared):

@@ -6,11 +6,13 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from config import Config
+from data_loader import make_loader
 from ddp_setup import DDPConfig, Distributed
 from errors import RunError
 from metrics import first_metric
@@ -98,6 +100,18 @@ def test_training_ends_when_patience_runs_out(train, tmp_path):
     assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
     assert "resumed at step 10" in train(0, *options).check().stdout
     assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
+
+
+def test_the_seed_of_a_run_orders_its_rows(train, monkeypatch):
+    samplers = []
+
+    def kept(dataset: Any, sampler: Any, *others: Any) -> Any:
+        samplers.append(sampler)
+        return make_loader(dataset, sampler, *others)
+
+    monkeypatch.setattr("train.make_loader", kept)
+    train(0, "run.seed=7").check()
+    assert samplers[0].seed == 7
 
 
 @pytest.mark.slow
