@@ -138,16 +138,17 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(size, kind, clip, preci
     assert not any(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.parametrize(("clip", "expected"), [(0.5, [-0.3, -0.4]), (0.0, [-3.0, -4.0])])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_step_clips_the_unscaled_gradients(scale):
+def test_a_step_clips_the_unscaled_gradients_unless_clip_is_0(scale, clip, expected):
     model = Summed(2, 1, bias=False)
     with torch.no_grad():
         model.weight.zero_()
-    optim = OptimConfig(clip=0.5, precision="fp16")
+    optim = OptimConfig(clip=clip, precision="fp16")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     state = make_state(model, optimizer, init_scale=scale)
     assert one_step(state, [3.0, 4.0], optim).tolist() == pytest.approx([5, scale])
-    assert model.weight.flatten().tolist() == pytest.approx([-0.3, -0.4])
+    assert model.weight.flatten().tolist() == pytest.approx(expected)
 
 
 def test_the_loss_is_scaled_in_fp16_alone(train, tmp_path):

@@ -48,8 +48,14 @@ def best_is_early(train, tmp_path):
     return tmp_path / "runs/early/checkpoints", test
 
 
-def test_the_best_checkpoint_is_that_of_its_step(best_is_early):
+def test_the_best_checkpoint_is_that_of_its_step_and_is_tested(predict, tmp_path, best_is_early):
     folder, test = best_is_early
+    predict(0, "runs/early/test.tsv", "runs/early").check()
+    lines = (tmp_path / "test.predictions.tsv").read_text().splitlines()[1:]
+    tested = (tmp_path / "runs/early/test.tsv").read_text().splitlines()[1:]
+    for line, row in zip(lines, tested, strict=True):
+        prediction = float(row.split("\t")[4])
+        assert float(line.split("\t")[1]) == pytest.approx(prediction, rel=1e-4, abs=1e-4)
     best = torch.load(folder / "best.pt", weights_only=True)
     last = torch.load(folder / "step_00000015.pt", weights_only=True)
     assert best["best"]["step"] == best["step"] == test["best_step"]
