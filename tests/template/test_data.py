@@ -213,15 +213,6 @@ def test_a_fold_that_is_none_is_an_error(fold):
         DataConfig(fold=fold)
 
 
-def test_unseen_nodes_are_counted_by_row():
-    sets = [[0, 1, 2], [3], [], [0, 1], [0, 2, 4], [0, 3], [4, 5], [1, 2]]
-    tables = small_tables(sets)
-    tables.split = torch.tensor([0, 0, 0, 2, 2, 2, 2, 1], dtype=torch.int8)
-    assert tables.unseen("train").tolist() == [[0], [0], [0]]
-    assert tables.unseen("test").tolist() == [[0], [1], [0], [2]]
-    assert tables.unseen("val").tolist() == [[0]]
-
-
 def test_options_of_a_split_beside_a_split_column_and_a_split_without_rows_are_errors(tmp_path):
     for name, value in {"split": "sets", "fold": "0/3", "split_seed": 1}.items():
         message = f"has a column split, which takes the place of data.{name}: remove the column, or"
@@ -273,14 +264,6 @@ def test_a_batch_brings_further_columns_of_its_rows_by_their_names():
     assert batch.plate.tolist() == [1]
     assert batch["size"].tolist() == [0]
     assert "values" not in batch  # which are those of other rows
-
-
-def test_a_node_listed_twice_in_a_sample_counts_once():
-    dataset = KnockoutDataset(tables_of([[3, 3, 1], [], [2, 3]], torch.zeros(3)), torch.arange(5))
-    batch = dataset.__getitems__([0, 1, 2])
-    assert batch.perturbed.tolist() == [1, 3, 2, 3]
-    assert batch.perturbed_ptr.tolist() == [0, 2, 2, 4]
-    assert batch.num_dead_edges == 1 + 3 + 2 + 3
 
 
 def test_loader_workers_give_the_same_batches():

@@ -58,11 +58,6 @@ def test_features_are_standardised_and_0_where_they_are_missing(tmp_path):
     assert tables.fingerprint() != load(write_tables(tmp_path)).fingerprint()
 
 
-def test_one_node_with_features_is_enough(tmp_path):
-    write_table(tmp_path / "features.tsv", FEATURES[:2])
-    assert load(write_tables(tmp_path, "features.tsv")).features.tolist() == [[0, 0, 0]] * 4
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

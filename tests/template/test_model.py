@@ -21,7 +21,6 @@ from task import KnockoutTask
 from task import make_dataset as make_planned_dataset
 from tests.bench.host import count_kernels, tiny_step
 from tests.sets import tables_of
-from tests.syncs import CountSynchronisations
 from tests.template.models import full_model
 from tests.template.small_model import (
     NUM_NODES,
@@ -105,17 +104,6 @@ def test_a_few_rows_of_the_wild_type_states_have_a_sparse_gradient():
         assert states.grad.sum() == 8 * num_rows
 
 
-def test_reached_states_keep_dropout_and_need_no_host(shared, limited_planner):
-    results = []
-    for planner in (None, limited_planner(shared, 3, math.inf)):
-        batch = make_batch(shared, SETS, planner)
-        model = make_model(dropout=0.4, layers=3).train()
-        with CountSynchronisations() as count:
-            results.append(model(shared, batch))
-        assert count.seen == []
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-
-
 def test_training_and_prediction_take_planned_batches(train, predict):
     of_training = train(0, fault="print_plans").check().stdout
     of_prediction = predict(0, "all-singles", "runs/default", fault="print_plans").check().stdout
@@ -165,15 +153,6 @@ def test_gradients_of_blocks_of_samples_add_up_in_full_precision(shared, set_blo
         in_full, in_half = gradients
         errors.append((in_half - in_full).norm() / in_full.norm())
     assert errors[0] < 3 * errors[1] < 0.05
-
-
-def test_the_knock_out_reaches_the_prediction_through_the_graph(shared):
-    """With the global readout alone, knocking out a node without edges changes nothing."""
-    model = make_model(readout="global")
-    predictions = model(shared, make_batch(shared, [[], [10], [0]]))
-    nothing, isolated, connected = predictions.flatten().tolist()
-    assert isolated == pytest.approx(nothing, abs=1e-6)
-    assert abs(connected - nothing) > 1e-3
 
 
 def test_local_readout_runs_no_knock_out_pass(shared, set_block, monkeypatch):

@@ -54,15 +54,6 @@ def test_rank_0_shows_its_progress_and_the_second_rank_prints_nothing(train, tmp
     assert "test      loss" in (tmp_path / "runs/default/log.rank1.txt").read_text()
 
 
-def test_wrong_input_prints_one_error_on_four_ranks(train, tmp_path):
-    result = train(4, "data.edges=nowhere.tsv")
-    assert result.returncode == 2
-    assert not (tmp_path / "runs").exists()
-    assert result.stderr.count("error: ") == 1
-    assert "cannot read nowhere.tsv" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_ranks_have_the_same_seed_of_a_step_and_torch_draws_by_rank():
     seeds, drawn = zip(*((seed_on(rank), torch.rand(())) for rank in range(2)), strict=True)
     assert seeds[0] == seeds[1] and drawn[0] != drawn[1]
