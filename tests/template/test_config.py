@@ -341,16 +341,8 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "optim.lr_mult: a: '1' is no part of a name and a number without quotes",
         ),
         (
-            "optim.lr_mult={a: [1]}",
-            "optim.lr_mult: a: [1] is no part of a name and a number without quotes",
-        ),
-        (
             "optim.lr_mult={a: 1e400}",
             "optim.lr_mult: a: inf is no part of a name and a number without quotes",
-        ),
-        (
-            "optim.lr_mult={a: x}",
-            "optim.lr_mult: a: 'x' is no part of a name and a number without quotes",
         ),
         (
             "optim.lr_mult={0: 1}",

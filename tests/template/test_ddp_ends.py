@@ -49,3 +49,13 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch
 def test_an_error_of_nccl_is_told_by_its_last_words():
     error = DistBackendError("NCCL error in: a long path, unhandled error\nLast error:\nno memory")
     assert explain_failure(error, 1)[1].endswith(" cannot be reached (no memory)")
+
+
+def test_under_nohup_a_run_goes_on_when_its_terminal_ends(tmp_path):
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        request = StopRequest(tmp_path / "STOP")
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        request.close()
+    finally:
+        signal.signal(signal.SIGHUP, handler)
