@@ -172,9 +172,11 @@ def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
     bound = batch.get("num_out_edges")
     if bound is not None and level.size(1) == batch.perturbed_ptr.numel() - 1:
         return slice(None), bound
-    starts = batch.get("starts", batch.perturbed_ptr.unsqueeze(0))
-    begin, end = starts[:, first].tolist(), starts[:, first + level.size(1)].tolist()
-    return slice(begin[0], end[0]), end[1] - begin[1] if "starts" in batch else None
+    ends = [first, first + level.size(1)]
+    if "starts" not in batch:
+        return slice(*batch.perturbed_ptr[ends].tolist()), None
+    nodes, edges = batch.starts[:, ends].tolist()
+    return slice(*nodes), edges[1] - edges[0]
 
 
 def messages_of_perturbed(

@@ -273,7 +273,8 @@ def fake_gpus() -> None:
 
     Replayed updates are those by hand, at any rate.
     """
-    from tests.tools import fake_gpu, gpu_graphs
+    from tests.template import gpu_graphs
+    from tests.tools import fake_gpu
 
     os.environ["LOCAL_WORLD_SIZE"] = "4"
     fake_gpu.install()
