@@ -260,7 +260,7 @@ def test_a_run_stopped_between_an_epoch_and_its_validation_resumes_with_the_vali
     train(0, *options, "run.name=whole").check()
     stopped = train(0, *options, fault="stop_in_evaluation:2").check()
     assert "stopped   at step 5" in stopped.stdout
-    train(0, *options).check()
+    assert "resumed at step 5" in train(0, *options).check().stdout
     assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
 
 
