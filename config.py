@@ -22,8 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -249,15 +248,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, _, value = text.partition("=")
     check_names([key])
     option = all_options()[key]
-    kinds = types_of(option)
-    if kinds == (str,):
+    if option.type is str:
         is_none = option.metadata.get("path") and value in NO_PATH
         return key, None if is_none else value
     with explain_yaml_errors(text):
-        parsed = yaml.load(value, OptionsLoader)
-    if str in kinds and parsed is not None:
-        return key, value  # 5 is the text "5"
-    return key, parsed
+        return key, yaml.load(value, OptionsLoader)
 
 
 class OptionsLoader(yaml.SafeLoader):
@@ -335,28 +330,20 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
             raise UserError(f"{place}unknown option {key}: did you mean {nearest}?")
 
 
-def types_of(option: Field) -> tuple[Any, ...]:
-    """Returns the types that the values of an option may have."""
-    if get_origin(option.type) in (Union, UnionType):
-        return get_args(option.type)
-    return (option.type,)
-
-
 def convert(key: str, value: Any, option: Field) -> Any:
-    """Returns `value` as one of the option's types; raises `UserError` if that is not possible."""
-    for kind in types_of(option):
-        with contextlib.suppress(ValueError, OverflowError):
-            converted = as_type(value, kind)
-            if is_in_range(converted, option.metadata):
-                is_path = option.metadata.get("path")
-                return expand_path(converted, f"{key}=") if is_path else converted
-    kinds = " or ".join(describe_type(kind) for kind in types_of(option))
+    """Returns `value` in the option's type; raises `UserError` if that is not possible."""
+    with contextlib.suppress(ValueError, OverflowError):
+        converted = as_type(value, option.type)
+        if is_in_range(converted, option.metadata):
+            is_path = option.metadata.get("path")
+            return expand_path(converted, f"{key}=") if is_path else converted
+    kind = describe_type(option.type)
     limits = []
     for name, sign in (("min", ">="), ("max", "<=")):
         if name in option.metadata:
             limits.append(f" {sign} {option.metadata[name]}")
     advice = ': for none, write ""' if value is None and option.default == "" else ""
-    raise UserError(f"{key} must be {kinds}{' and'.join(limits)}, not {value!r}{advice}")
+    raise UserError(f"{key} must be {kind}{' and'.join(limits)}, not {value!r}{advice}")
 
 
 def expand_path(path: str, where: str = "") -> str:
@@ -396,4 +383,4 @@ def describe_type(kind: Any) -> str:
     """Returns a type as a text."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
-    return str(kind) if get_origin(kind) else kind.__name__.removesuffix("Type")
+    return str(kind) if get_origin(kind) else kind.__name__

@@ -23,21 +23,19 @@ from train import read_config
 ADDED = """
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal
 
 from optim import OptimConfig as Options
 
 
 @dataclass(frozen=True)
 class OptimConfig(Options):
-    cap: float | None = None
-    floor: Optional[int] = field(default=None, metadata={"min": 0, "resume": "fixed"})
+    cap: float = 0.0
+    floor: int = field(default=0, metadata={"min": 0, "resume": "fixed"})
     names: list[str] = field(default_factory=list)
     ends: list[float] = field(default_factory=lambda: [0.0, 1.0])
     factors: dict[str, float] = field(default_factory=dict)
-    title: str | None = None
-    kind: Literal["sum", "mean"] | None = None
-    size: int | Literal["all"] = "all"
+    kind: Literal["sum", "mean"] = "sum"
     count: int = 5
     shift: float = -1.0
     limit: float = field(default=-1.0, metadata={"min": -2.5, "max": 0})
@@ -200,20 +198,12 @@ def adapt_config(monkeypatch: pytest.MonkeyPatch, source: str) -> Callable[..., 
         ("cap", "3", 3.0),
         ("cap", "1e-3", 0.001),
         ("cap", "-2.5", -2.5),
-        ("cap", "null", None),
-        ("cap", "", None),
         ("floor", "0", 0),
-        ("floor", "null", None),
         ("names", "[a, b]", ["a", "b"]),
         ("names", "[]", []),
         ("ends", "[-1, 1e-3]", [-1.0, 0.001]),
         ("factors", "{a: 0.5}", {"a": 0.5}),
-        ("title", "yeast", "yeast"),
-        ("title", "null", None),
         ("kind", "mean", "mean"),
-        ("kind", "null", None),
-        ("size", "3", 3),
-        ("size", "all", "all"),
         ("count", "0", 0),
         ("count", "-7", -7),
         ("shift", "-3", -3.0),
@@ -240,16 +230,15 @@ def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("cap=high", "optim.cap must be float or None, not 'high'"),
-        ("cap=nan", "optim.cap must be float or None, not 'nan'"),
-        ("floor=-1", "optim.floor must be int or None >= 0, not -1"),
-        ("floor=0.5", "optim.floor must be int or None >= 0, not 0.5"),
+        ("cap=high", "optim.cap must be float, not 'high'"),
+        ("cap=nan", "optim.cap must be float, not 'nan'"),
+        ("floor=-1", "optim.floor must be int >= 0, not -1"),
+        ("floor=0.5", "optim.floor must be int >= 0, not 0.5"),
         ("names=a", "optim.names must be list[str], not 'a'"),
         ("names=[a, 1]", "optim.names must be list[str], not ['a', 1]"),
         ("names=", "optim.names must be list[str], not None"),
         ("ends=[0, x]", "optim.ends must be list[float], not [0, 'x']"),
-        ("kind=max", "optim.kind must be sum or mean or None, not 'max'"),
-        ("size=some", "optim.size must be int or all, not 'some'"),
+        ("kind=max", "optim.kind must be sum or mean, not 'max'"),
         ("count=0.5", "optim.count must be int, not 0.5"),
         ("count=", "optim.count must be int, not None"),
         ("limit=-3", "optim.limit must be float >= -2.5 and <= 0, not -3"),
@@ -273,18 +262,17 @@ def test_a_number_in_quotes_is_no_advice_for_an_option_that_is_none():
 def test_the_types_of_added_options_may_be_texts(monkeypatch):
     """As `from __future__ import annotations` makes them."""
     added = adapt_config(monkeypatch, f"from __future__ import annotations\n{ADDED}")
-    arguments = ("cap=3", "floor=0", "ends=[-1, 1e-3]", "title=5", "kind=mean", "size=3", "count=0")
+    arguments = ("cap=3", "floor=0", "ends=[-1, 1e-3]", "kind=mean", "count=0")
     options = added(*(f"optim.{argument}" for argument in arguments))
     assert repr((options.cap, options.floor, options.ends)) == "(3.0, 0, [-1.0, 0.001])"
-    assert (options.title, options.kind) == ("5", "mean")
-    assert repr((options.size, options.count)) == "(3, 0)"
-    with pytest.raises(UserError, match=r"^optim.cap must be float or None, not 'high'$"):
+    assert (options.kind, options.count) == ("mean", 0)
+    with pytest.raises(UserError, match=r"^optim.cap must be float, not 'high'$"):
         added("optim.cap=high")
 
 
 def test_without_values_added_options_have_their_defaults(added):
     found = added()
-    assert (found.cap, found.names, found.count, found.shift) == (None, [], 5, -1.0)
+    assert (found.cap, found.names, found.count, found.shift) == (0.0, [], 5, -1.0)
 
 
 # ---- What an option means for a run that is resumed ----------------------------------------------
@@ -451,9 +439,8 @@ FITTING = {  # which of these are values of a type
 
 def wrong_texts(key: str) -> list[str]:
     """Returns the texts that are no values of an option."""
-    fitting = set()
-    for kind in config.types_of(config.all_options()[key]):
-        fitting.update(FITTING.get(get_origin(kind) or kind, []))
+    kind = config.all_options()[key].type
+    fitting = FITTING.get(get_origin(kind) or kind, [])
     return [text for text in TEXTS if text not in fitting]
 
 
@@ -461,9 +448,9 @@ def one_of_each_type() -> list[str]:
     """Returns an option of each type, with a range and without; all choices of words are one."""
     by_type = {}
     for key, option in config.all_options().items():
-        types = tuple(get_origin(kind) or kind for kind in config.types_of(option))
+        kind = get_origin(option.type) or option.type
         has_limits = [limit in option.metadata for limit in ("min", "max")]
-        by_type.setdefault((types, *has_limits), key)
+        by_type.setdefault((kind, *has_limits), key)
     return list(by_type.values())
 
 
@@ -475,7 +462,7 @@ def test_a_wrong_type_is_one_sentence_that_names_the_option(tmp_path, key, text)
     section, _, name = key.partition(".")
     (tmp_path / "mine.yaml").write_text(f"{section}:\n  {name}: {text}\n")
     assert_one_sentence(key, "--config", str(tmp_path / "mine.yaml"))
-    if config.types_of(config.all_options()[key]) != (str,):
+    if config.all_options()[key].type is not str:
         assert_one_sentence(key, f"{key}={text}")
 
 
