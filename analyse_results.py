@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_cells import has_level
 from errors import UserError, reason_of
 from metrics import first_metric, names_in, quality
 from run_results import OUTPUT
@@ -129,8 +128,8 @@ class Results:
 
 def level_of(name: str) -> str:
     """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
-    _, _, level = name.rpartition("=")
-    return level if has_level(name) else "0"
+    _, sign, level = name.partition("=")
+    return level if sign else "0"
 
 
 def read_results(path: Path) -> Results:

@@ -90,8 +90,8 @@ class Rows:
         names = self.names(column)
         for name in dict.fromkeys(names):
             problem = ""
-            if "," in name:
-                problem = "has a comma, which separates nodes: rename it"
+            if "," in name or "=" in name:
+                problem = "has a comma or =, which separate nodes and levels: rename it"
             if is_missing_name(name):
                 problem = "is a missing value: remove the row, or rename a node that is called so"
             if problem:
@@ -107,12 +107,11 @@ class Rows:
         positions = [SPLITS.index(name) for name in names]
         return torch.tensor(positions, dtype=torch.int8)
 
-    def sets(self, node_names: Container[str]) -> tuple[Tensor, Tensor, list[str], Tensor]:
+    def sets(self) -> tuple[Tensor, Tensor, list[str], Tensor]:
         """Parses the column genes, such as `A,B=0.3`; a name that a row repeats counts once.
 
         Returns for each perturbed node the row and the number of the name, long [total]; the names
-        by number; and for each node its level, float64 [total]. Raises `DataError`. Only names in
-        `node_names` may have `=`.
+        by number; and for each node its level, float64 [total]. Raises `DataError`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
@@ -122,7 +121,7 @@ class Rows:
         texts = ",".join(filled).split(",") if filled else []
         text_number = {}
         text = number_names(texts, text_number)
-        parsed = [split_level(different, node_names) for different in text_number]
+        parsed = list(map(split_level, text_number))
         names = [name for name, _ in parsed]
         level_of_text = torch.tensor([level for _, level in parsed], dtype=torch.float64)
         if level_of_text.isnan().any():
@@ -162,26 +161,16 @@ def stable_order(keys: Tensor) -> Tensor:
     return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
 
 
-def split_level(text: str, node_names: Container[str]) -> tuple[str, float]:
+def split_level(text: str) -> tuple[str, float]:
     """Returns name and level of a text `A` or `A=0.3`; the level is nan if either is wrong.
 
-    A level is a number from 0 to 10,000: higher ones would cost the digits of others. A name in
-    `node_names` may have `=` itself.
+    A level is a number from 0 to 10,000: higher ones would cost the digits of others.
     """
-    name = text.strip()
-    level = 0.0
-    if "=" in name and name not in node_names:
-        name, _, level_text = name.rpartition("=")
-        name = name.strip()
-        level = parse_number(level_text)
-    is_wrong = not name or ("=" in name and name not in node_names) or not 0 <= level <= 1e4
-    return name, math.nan if is_wrong else abs(level)  # -0 is 0
-
-
-def has_level(text: str) -> bool:
-    """Returns whether a text ends as `A=0.3` does, in `=` and a number."""
-    _, sign, end = text.rpartition("=")
-    return bool(sign) and math.isfinite(parse_number(end))
+    name, sign, level_text = text.partition("=")
+    name = name.strip()
+    level = parse_number(level_text) if sign else 0.0
+    is_right = name and 0 <= level <= 1e4
+    return name, abs(level) if is_right else math.nan  # -0 is 0
 
 
 def parse_number(cell: str) -> float:

@@ -20,7 +20,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
-from data_cells import SPLITS, Rows, has_level, number_names, read_header, read_rows, stable_order
+from data_cells import SPLITS, Rows, number_names, read_header, read_rows, stable_order
 from errors import DataError
 from metrics import standardise
 from parts import optional
@@ -109,13 +109,10 @@ class Tables:
         return present * self.weight[rows].unsqueeze(1)
 
     def names(self, nodes: Tensor, levels: Tensor) -> Iterator[str]:
-        """Yields the text of each perturbed node in a table: `A`, or `A=0.3`.
-
-        A deleted node whose own name ends so has `=0` behind it.
-        """
+        """Yields the text of each perturbed node in a table: `A`, or `A=0.3`."""
         for node, level in zip(nodes.tolist(), levels.tolist(), strict=True):
             name = self.genes[node]
-            yield name if level == 0 and not has_level(name) else f"{name}={level:.15g}"
+            yield name if level == 0 else f"{name}={level:.15g}"
 
     def set_number(self, with_levels: bool = True) -> Tensor:
         """Returns the number of each row's set of nodes, and levels, in their order, long [n]."""
@@ -316,7 +313,7 @@ def read_knockouts(
 
 def checked_sets(rows: Rows, nodes: Container[str]) -> tuple[Tensor, Tensor, list[str], Tensor]:
     """Returns `Rows.sets`, in which the part notes refuses names that are no nodes."""
-    row, name, names, level = rows.sets(nodes)
+    row, name, names, level = rows.sets()
     data_notes = optional("data_notes")
     if data_notes:
         data_notes.check_names(rows, row, name, names, nodes)

@@ -226,7 +226,7 @@ def screen(path: str) -> tuple[int, float]:
     kind, _, _ = path.partition("=")
     if kind not in SET_SIZES:
         return 0, 0.0
-    _, level = split_level(path, node_names=())
+    _, level = split_level(path)
     if math.isnan(level):
         raise UserError(f"{path} has no level from 0 to 10,000")
     return SET_SIZES[kind], level

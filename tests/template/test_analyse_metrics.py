@@ -154,9 +154,9 @@ def test_metrics_of_an_sd_stand_in_each_group_and_decide_between_runs(monkeypatc
 
 
 def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
-    rows = make_rows(63)
-    cells = ["A", "A=0.3", "A=0.3,B=0.3", "A=0.3,B", "", "A=B", "C=2"]
-    levels = ["0", "0.3", "0.3", None, None, "0", "2"]
+    rows = make_rows(54)
+    cells = ["A", "A=0.3", "A=0.3,B=0.3", "A=0.3,B", "", "C=2"]
+    levels = ["0", "0.3", "0.3", None, None, "2"]
     rows.genes = 9 * cells
     of_row = 9 * levels
     result = metrics_by_group(rows)
@@ -167,7 +167,7 @@ def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
         squared_error = (rows.y - rows.prediction)[chosen].square()
         assert group["mse"] == pytest.approx(squared_error.nanmean().item())
     assert any(line.startswith("level 0.3 ") for line in table(result, rows.rivals))
-    rows.genes = [*["A=0.3", "B=0.3,C=0.3"] * 31, "A=0.3"]
+    rows.genes = ["A=0.3", "B=0.3,C=0.3"] * 27
     assert metrics_by_group(rows)["by_level"] == {}
 
 
