@@ -230,33 +230,31 @@ def read_header(
 ) -> list[str]:
     """Returns the names of a table's columns, which must begin with `first`; raises `DataError`.
 
-    A name of `first` or `roles` in another case is changed to that name, unless it is `kept`. A
-    column without a name is "", and will be left out. For both, `notes` get a sentence.
+    A name of `first` or `roles` in another case is changed to that name, unless it is `kept`, and
+    `notes` get a sentence.
     """
     with open_table(path) as file:
         _, cells = next(numbered_rows(path, file), (1, []))
     header = [cell.strip() for cell in cells]
-    names = [name for name in header if name]
     for i, name in enumerate(header):
         role = name.lower()
-        if names[:1] == [name]:
+        if i == 0:
             role = ALIASES.get(role, role)
         if role in (*first, *roles) and name not in kept:
             header[i] = role
             if role not in (name, ALIASES.get(name)):
                 notes.append(f"{path}: the column {name} is read as {role}")
-    for number, name in enumerate(header, 1):
-        if not name:
-            notes.append(f"{path}: column {number} has no name and no cells, and is left out")
-        elif header.count(name) > 1:
-            raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
-    names = [name for name in header if name]
-    if names[: len(first)] != list(first):
+    if header[: len(first)] != list(first):
         text = "\t".join(header)
         advice = f"begin with {', '.join(map(repr, first))}"
         if len(header) == 1:
             advice += ", with cells separated by tabs, not commas, semicolons or blanks"
         raise DataError(f"{path}:1: the header is {text!r:.60}: {advice}")
+    for number, name in enumerate(header, 1):
+        if not name:
+            raise DataError(f"{path}:1: column {number} has no name: remove it, or name it")
+        if header.count(name) > 1:
+            raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
     return header
 
 
@@ -265,8 +263,8 @@ def read_rows(
 ) -> Iterator[Rows]:
     """Yields the rows of a table, about `CHUNK` cells at once; raises `DataError`.
 
-    A blank line is skipped or, without `skip_blank`, a row of empty cells. Columns without a name
-    must have empty cells. With `has_bar`, a bar counts the bytes of the file on the disk.
+    A blank line is skipped or, without `skip_blank`, a row of empty cells. With `has_bar`, a bar
+    counts the bytes of the file on the disk.
     """
     is_empty = True
     title = f"reading {Path(path).name}"
@@ -285,11 +283,7 @@ def read_rows(
                 break
             is_empty = False
             bar.update(os.lseek(file.fileno(), 0, os.SEEK_CUR) - bar.n)
-            columns = {}
-            for i, name in enumerate(header):
-                columns[name] = cells[i :: len(header)]
-                if not name:
-                    check_empty(path, lines, columns.pop(name), i + 1)
+            columns = {name: cells[i :: len(header)] for i, name in enumerate(header)}
             yield Rows(path, lines, columns)
     if is_empty:
         raise DataError(f"{path}: no rows below the header")
@@ -319,26 +313,8 @@ def whole_rows(
         if not row:
             row = [""] * len(header)
         if len(row) != len(header):
-            row = with_empty_end(row, header)
-        if len(row) != len(header):
             problem = f"{len(row)} fields where the header has {len(header)}"
             if len(row) == len(header) + 1:
                 problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
             raise DataError(f"{path}:{line}: {problem}")
         yield line, row
-
-
-def with_empty_end(row: list[str], header: list[str]) -> list[str]:
-    """Returns the cells, with empty ones at the end removed, or added where no name is above."""
-    while len(row) > len(header) and not row[-1].strip():
-        row.pop()
-    while len(row) < len(header) and not any(header[len(row) :]):
-        row.append("")
-    return row
-
-
-def check_empty(path: str, lines: list[int], cells: list[str], number: int) -> None:
-    """Raises `DataError` for a cell that is not empty in a column without a name."""
-    for line, cell in zip(lines, cells, strict=True):
-        if cell.strip():
-            raise DataError(f"{path}:{line}: {cell!r:.60} in column {number}, which has no name")

@@ -248,7 +248,7 @@ def read_edges(
     `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
-    others = [name for name in header if name not in ("source", "target", "relation", "weight", "")]
+    others = [name for name in header if name not in ("source", "target", "relation", "weight")]
     if others:
         raise DataError(
             f"{path}:1: nothing reads {', '.join(others)!r:.60}: if it weighs the edges, name it "
@@ -281,8 +281,7 @@ def read_knockouts(
     """
     chosen = list(map(str, scores))  # 1 is the name "1"
     header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
-    named = [name for name in header if name]
-    score_columns = [name for name in named[1:] if name not in ("split", "weight", "sd")]
+    score_columns = [name for name in header[1:] if name not in ("split", "weight", "sd")]
     if not score_columns or {"weight", "sd"} <= set(header):
         problem = "the header needs scores after genes, and weight or sd, not both"
         raise DataError(f"{path}:1: {problem}")
@@ -329,7 +328,7 @@ def read_features(
     Raises `DataError`.
     """
     header = read_header(path, notes, ("gene",))
-    _, *names = [name for name in header if name]
+    _, *names = header
     if not names:
         raise DataError(f"{path}:1: the header has no features after gene")
     row_of = {}  # by name

@@ -351,44 +351,10 @@ def test_missing_values_of_other_tools_are_missing(tmp_path, cell):
     assert found[1].y.isnan().sum() == tables.y.isnan().sum() + 1
 
 
-def test_a_column_without_a_name_and_cells_is_left_out_with_a_note(tmp_path):
-    """Of each table, at its end or within it; lines may leave the empty end out, or add to it."""
-    plain = read_under(tmp_path / "plain")
-    folder = tmp_path / "more"
-    folder.mkdir()
-    texts = {
-        "edges": [EDGE_HEADER, *EDGE_ROWS],
-        "scores": [SCORE_HEADER, *SCORE_ROWS],
-        "features": [FEATURE_HEADER, *FEATURE_ROWS],
-    }
-    for k, (name, rows) in enumerate(texts.items()):
-        lines = ["\t".join(map(str, row)) for row in rows]
-        if name == "scores":  # within the table
-            cells = [line.split("\t") for line in lines]
-            lines = [
-                "\t".join([*row[:2], " " if i else "", *row[2:]]) for i, row in enumerate(cells)
-            ]
-        lines[0] += "\t"
-        lines[1] += "\t" * (k + 1)
-        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n")
-    options = DataConfig(
-        edges=str(folder / "edges.tsv"),
-        perturbations=str(folder / "scores.tsv"),
-        features=str(folder / "features.tsv"),
-        cache_dir=str(folder / "cache"),
-    )
-    tables = load(options)
-    assert tables.fingerprint() == plain.fingerprint()
-    assert sorted(tables.notes) == [
-        f"{folder}/{name}.tsv: column {number} has no name and no cells, and is left out"
-        for name, number in (("edges", 5), ("features", 4), ("scores", 3), ("scores", 6))
-    ]
-
-
-def test_a_cell_under_no_name_is_an_error_that_says_where(tmp_path):
-    with pytest.raises(DataError, match=r"scores.tsv:3: 'x' in column 5, which has no name"):
-        write = [(*SCORE_HEADER, ""), (*SCORE_ROWS[0], ""), (*SCORE_ROWS[1], "x")]
-        load(write_tables(tmp_path, [EDGE_HEADER, *EDGE_ROWS], write))
+def test_a_column_without_a_name_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"scores.tsv:1: column 5 has no name: remove it, or name"):
+        rows = [(*SCORE_HEADER, ""), *((*row, "") for row in SCORE_ROWS)]
+        load(write_tables(tmp_path, [EDGE_HEADER, *EDGE_ROWS], rows))
 
 
 @pytest.mark.parametrize("name", ["nan", "NA", "None", "null", "-", " NaN "])
