@@ -29,7 +29,7 @@ ON_COPIES = ("expanded",)  # values of message_passing for which the graph is co
 class ModelConfig:
     hidden: int = field(default=32, metadata={"min": 1})
     layers: int = field(default=2, metadata={"min": 1})
-    dropout: float = 0.1
+    dropout: float = field(default=0.1, metadata={"min": 0, "max": 0.99})
     embedding: bool = True
     message_passing: Literal["auto", "shared", "reach", "expanded"] = field(
         default="auto", metadata={"resume": "free"}
@@ -39,10 +39,6 @@ class ModelConfig:
     start: Literal["baseline", "mean"] = "baseline"
     checkpointing: bool = field(default=False, metadata={"resume": "free"})
     cuda_graphs: bool = field(default=True, metadata={"resume": "free"})
-
-    def __post_init__(self):
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout must be in [0, 1), not {self.dropout}")
 
     @property
     def has_knockout_pass(self) -> bool:

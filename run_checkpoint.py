@@ -190,14 +190,6 @@ def explain_write_errors(
         ) from None
 
 
-def first_nonfinite(state_dict: Mapping[str, Tensor]) -> str:
-    """Returns the name of the first tensor that holds a number that is not finite, "" for none."""
-    for name, tensor in state_dict.items():
-        if not tensor.isfinite().all():
-            return name
-    return ""
-
-
 def lock_file(file: IO) -> None:
     """Locks an open file until it is closed; raises `BlockingIOError` if another process has it.
 

@@ -31,7 +31,6 @@ from run_checkpoint import (
     Origin,
     TrainState,
     explain_write_errors,
-    first_nonfinite,
     load_file,
     lock_file,
     read_checkpoint,
@@ -288,14 +287,10 @@ class RunFolder:
         with explain_write_errors(self.path / "metrics.jsonl"):
             self.metrics.write(json.dumps(row) + "\n")
             self.metrics.flush()
-            if kind == "val":
-                self._draw_curves()
-
-    def _draw_curves(self) -> None:
-        plots = optional("run_plots")
-        if plots is not None:
-            curves = plots.curves_svg(self.rows, first_metric(), self.rivals)
-            write_atomically(self.path / "curves.svg", [curves])
+            plots = optional("run_plots")
+            if kind == "val" and plots is not None:
+                curves = plots.curves_svg(self.rows, first_metric(), self.rivals)
+                write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
         """Writes this step's checkpoint on rank 0 and, if it `is_best`, best.pt.
@@ -309,12 +304,12 @@ class RunFolder:
             if self.ddp.rank != 0:
                 return
             checkpoint = state.state_dict() | vars(self.origin)
-            name = first_nonfinite(checkpoint["model"])
-            if name:
-                raise RunError(
-                    f"{name} is not finite at step {state.step}, no checkpoint is saved: "
-                    "lower optim.lr"
-                )
+            for name, tensor in checkpoint["model"].items():
+                if not tensor.isfinite().all():
+                    raise RunError(
+                        f"{name} is not finite at step {state.step}, no checkpoint is saved: "
+                        "lower optim.lr"
+                    )
             path = self.checkpoints / f"step_{state.step:08d}.pt"
             with explain_write_errors(path):
                 os.fsync(self.metrics.fileno())  # never a checkpoint without its rows
@@ -426,9 +421,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 def environment(command: list[str], ranks: str) -> str:
     """Returns the command, the git commit, the packages' versions and the table of ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))
-    # A hook of git sets these variables.
-    here = f"env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE git -C {folder}"
-    commit = subprocess.getoutput(f"{here} describe --always --dirty --abbrev=40")
+    commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
     packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")
     versions = library_versions() | {name: version(name) for name in packages}
     lines = [

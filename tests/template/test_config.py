@@ -370,7 +370,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
             "data.perturbations=scores.tsv",
             "data.edges and data.perturbations go together: set both or neither",
         ),
-        ("model.dropout=1", "model.dropout must be in [0, 1), not 1.0"),
+        ("model.dropout=1", "model.dropout must be float >= 0 and <= 0.99, not 1"),
         ("ddp.options=3", "ddp.options must be"),
         (
             "ddp.options={static_graph: true, static_graph: false}",
