@@ -430,6 +430,5 @@ def describe(ddp: Distributed) -> str:
     if ddp.device.type == "cpu" and accelerator is not None:
         lines.append(f"note      {accelerator.type} is not used, as only CUDA and ROCm are")
     if ddp.device.type == "cpu" and threads is not None:
-        lines.append(threads.load_note(torch.get_num_threads(), ddp.local_world_size))
         lines.append(threads.unseen_gpus_note(torch.__version__))
     return "\n".join(filter(None, lines))

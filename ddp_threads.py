@@ -5,7 +5,7 @@
 It follows the CPUs to which this process is bound and the quotas of its control groups: a container
 with 1.5 CPUs on a host of 64 cores gets one thread, not 64 that are stopped most of the time. The
 load of the machine does not count, as a number of threads that changed between runs would change
-their last digits: a note says what to set.
+their last digits.
 """
 
 import argparse
@@ -82,37 +82,6 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
         inner = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
         for parent in [inner, *inner.parents]:
             yield mount_point / parent
-
-
-def load_note(num_threads: int, num_processes: int) -> str:
-    """Returns a note if other programs need the CPUs of so many threads a process, else ""."""
-    num_cpus = os.cpu_count() or 1
-    num_busy = min(num_cpus, count_busy_cpus(num_processes))
-    num_free = num_cpus - num_busy
-    if num_busy == 0 or num_threads == 1 or num_threads * num_processes <= num_free:
-        return ""
-    return (
-        f"note      other programs keep {num_busy} of {num_cpus} CPUs busy, "
-        "where threads that wait for each other can be several times slower: "
-        f"set OMP_NUM_THREADS={max(1, num_free // num_processes)}"
-    )
-
-
-def count_busy_cpus(num_processes: int, load_file: Path = Path("/proc/loadavg")) -> int:
-    """Returns how many CPUs other programs use than the so many processes of this job.
-
-    It is the mean of the last minute, or what runs at this moment if that is less, as it is when a
-    run has just ended. Both are those of the whole machine, in a container, too.
-    """
-    try:
-        load = round(os.getloadavg()[0])
-    except OSError:
-        return 0
-    try:
-        running, _, _ = load_file.read_text().split()[3].partition("/")
-        return max(0, min(load, int(running) - num_processes))
-    except (OSError, ValueError, IndexError):  # not Linux
-        return load
 
 
 def unseen_gpus_note(torch_version: str) -> str:

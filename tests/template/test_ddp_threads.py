@@ -11,7 +11,7 @@ import torch
 
 import ddp_threads
 from ddp_setup import DDPConfig, Distributed, describe, set_threads
-from ddp_threads import choose_threads, count_busy_cpus, load_note, quotas
+from ddp_threads import choose_threads, quotas
 from tests.template.fixtures import ROOT
 
 # (lines of /proc/self/cgroup, lines of mountinfo, {file: content}, quotas)
@@ -135,56 +135,6 @@ def test_threads_are_set_unless_the_user_has(monkeypatch):
     assert set_threads(2) == "7 (for 2)" and chosen == [7]
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert set_threads(3) == "7 (for 3)" and chosen == [7, 7]
-
-
-@pytest.mark.parametrize(
-    ("load", "running", "processes", "expected"),
-    [
-        (0.3, 1, 1, 0),  # nothing but this process
-        (5.2, 6, 1, 5),
-        (5.2, 6, 4, 2),  # of them, three are this job's
-        (5.2, 2, 1, 1),  # others have just ended
-        (0.4, 6, 1, 0),  # others have just begun
-        (1.0, 1, 4, 0),
-    ],
-)
-def test_other_programs_count_if_they_ran_before_and_still_do(
-    tmp_path, monkeypatch, load, running, processes, expected
-):
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
-    file = tmp_path / "loadavg"
-    file.write_text(f"{load:.2f} 9.00 9.00 {running}/812 4711\n")
-    assert count_busy_cpus(processes, file) == expected
-    assert count_busy_cpus(processes, tmp_path / "none") == round(load)  # not Linux
-
-
-@pytest.mark.parametrize(
-    ("cpus", "busy", "threads", "processes", "expected"),
-    [
-        (2, 5, 2, 1, "other programs keep 2 of 2 CPUs busy, where threads "),
-        (2, 1, 2, 1, "slower: set OMP_NUM_THREADS=1"),
-        (8, 3, 2, 4, "set OMP_NUM_THREADS=1"),
-        (8, 3, 8, 1, "set OMP_NUM_THREADS=5"),
-        (2, 5, 1, 2, ""),  # one thread waits for no other
-        (64, 10, 16, 2, ""),  # there are CPUs left
-        (2, 0, 3, 1, ""),  # nobody else is here
-    ],
-)
-def test_a_note_says_what_to_set_on_a_busy_machine(
-    monkeypatch, cpus, busy, threads, processes, expected
-):
-    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
-    monkeypatch.setattr(ddp_threads, "count_busy_cpus", lambda processes: busy)
-    note = load_note(threads, processes)
-    assert expected in note if expected else note == ""
-
-
-def test_the_note_stands_below_the_ranks(monkeypatch):
-    ddp = Distributed(DDPConfig())
-    monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "")
-    assert describe(ddp).count("\n") == 0
-    monkeypatch.setattr(ddp_threads, "load_note", lambda *arguments: "note      a busy machine")
-    assert describe(ddp).endswith("\nnote      a busy machine")
 
 
 @pytest.mark.parametrize(
