@@ -91,10 +91,10 @@ def test_edge_weights_must_be_positive(tmp_path, weight):
 
 
 def test_a_column_of_edges_that_nothing_reads_is_an_error_that_says_what_to_do(tmp_path):
-    header = (*EDGES[0], "combined_score", "weight", "", "age")
+    header = (*EDGES[0], "combined_score", "weight", "age")
     message = r"edges.tsv:1: nothing reads 'combined_score, age': if it weighs the edges, name it w"
     with pytest.raises(DataError, match=message):
-        load(write_tables(tmp_path, edges=[header, ("a", "b", "x", 3, 1, "", 2)]))
+        load(write_tables(tmp_path, edges=[header, ("a", "b", "x", 3, 1, 2)]))
 
 
 def test_a_table_may_say_nodes(tmp_path):
