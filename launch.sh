@@ -95,7 +95,7 @@ run_tests() {
   choose_python requirements-dev.txt
   cd "$here"
   exec "$python" -m pytest -c pyproject.toml -p tests.options -p xdist.plugin \
-    -n auto --dist loadfile --no-loadscope-reorder "$@"
+    -n auto --dist worksteal "$@"
 }
 
 make_copy() {
