@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import cumsum
 
-from data_cells import unreadable
+from data_cells import check_is_no_pipe, unreadable
 from data_tables import SPLITS, Tables, cached, read_tables
 from errors import DataError
 from mask import doses, starts_of_samples
@@ -107,6 +107,7 @@ def with_example(config: DataConfig) -> DataConfig:
 
 def file_digest(path: str) -> str:
     """Returns the SHA-256 hash of a file; raises `DataError` if it cannot be read."""
+    check_is_no_pipe(path)
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:

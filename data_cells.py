@@ -187,6 +187,13 @@ def is_missing_name(name: str) -> bool:
     return name == "-" or math.isnan(parse_number(name))
 
 
+def check_is_no_pipe(path: str) -> None:
+    """Raises `DataError` for a pipe or a device, at whose second reading one would wait forever."""
+    file = Path(path)
+    if file.is_fifo() or file.is_char_device():
+        raise DataError(f"{path} is a pipe, which cannot be read twice: write it to a file")
+
+
 def unreadable(path: str, error: Exception) -> DataError:
     """Returns the error for a file that cannot be read, which says where a missing one was."""
     text = f"cannot read {path}: {reason_of(error)}"
@@ -198,6 +205,7 @@ def unreadable(path: str, error: Exception) -> DataError:
 @contextlib.contextmanager
 def open_table(path: str) -> Iterator[TextIO]:
     """Opens a table of UTF-8 text, maybe gzipped; raises `DataError` if it cannot be read."""
+    check_is_no_pipe(path)
     try:
         with open(path, "rb") as file:
             start = file.read(len(GZIP))

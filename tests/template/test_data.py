@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import tracemalloc
 from dataclasses import replace
 from itertools import combinations
@@ -17,8 +18,9 @@ from data import (
     load,
     node_split,
     random_split,
+    with_example,
 )
-from data_cells import SPLITS
+from data_cells import SPLITS, read_header
 from data_loader import StepSampler, make_loader
 from data_tables import Tables
 from errors import DataError
@@ -31,6 +33,18 @@ from tests.template.tables import SCORES, write_tables
 def test_tables_are_hashed_by_what_python_3_10_has(tmp_path, monkeypatch):
     monkeypatch.delattr(hashlib, "file_digest", raising=False)
     assert load(write_tables(tmp_path)).genes == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("name", ["edges", "perturbations", "features"])
+def test_a_pipe_is_refused_before_it_is_read(tmp_path, name):
+    """A process substitution, or a named pipe, at which one would wait for whoever writes to it."""
+    os.mkfifo(tmp_path / "pipe")
+    options = replace(with_example(DataConfig()), **{name: str(tmp_path / "pipe")})
+    message = "pipe is a pipe, which cannot be read twice: write it to a file"
+    with pytest.raises(DataError, match=message):
+        load(options)
+    with pytest.raises(DataError, match=message):
+        read_header(str(tmp_path / "pipe"), [], ())
 
 
 def test_wrong_options_are_refused():
