@@ -225,6 +225,9 @@ class KnockoutDataset(Dataset):
         """Returns the sum of each target's weights in a batch of these rows, float64 [T]."""
         return self.scale * self.tables.score_weight(rows).sum(dim=0)
 
+    def __getitem__(self, row: int) -> Data:
+        return self.__getitems__([row])
+
     def __getitems__(self, rows: Sequence[int]) -> Data:
         """Returns these rows' batch; raises `IndexError` for a knocked-out node outside [0, N)."""
         index = torch.as_tensor(rows, dtype=torch.long)

@@ -243,7 +243,7 @@ def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
     assert batch.index.tolist() == [2, -1, 0, 7]
     assert batch.num_dead_edges == 2 + 3 + 0 + 1 + 2
     assert isinstance(batch.num_dead_edges, int)
-    assert dataset.__getitems__([7]).perturbed.tolist() == [0, 1, 2]
+    assert dataset[7].perturbed.tolist() == [0, 1, 2]
     assert dataset.__getitems__([]).perturbed_ptr.tolist() == [0]
 
 

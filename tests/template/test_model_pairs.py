@@ -362,7 +362,7 @@ def test_a_constant_feature_does_not_vary_by_the_rounding_of_what_batches_bring(
         sets += [dict.fromkeys(range(size), level) for level in (0.0, 0.3, 50.5)]
     _, dataset = small_dataset(sets)
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
-    assert dataset.__getitems__([0]).pair_features.dtype == torch.float32
+    assert dataset[0].pair_features.dtype == torch.float32
     _, scale = units_of_pairs(graph, dataset)
     assert not scale.any()
 
