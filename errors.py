@@ -1,5 +1,8 @@
 """Errors that a user can mend: each is one sentence that says what is wrong, where, what to set."""
 
+import os
+from pathlib import Path
+
 
 class UserError(Exception):
     """The configuration or the input is wrong; the process exits with `status`."""
@@ -18,5 +21,9 @@ class RunError(UserError):
 
 
 def reason_of(error: Exception) -> str:
-    """Returns why a file cannot be used."""
+    """Returns why a file cannot be used; of a link in its path that leads nowhere, says where."""
+    path = Path(getattr(error, "filename", None) or "")
+    for place in (path, *path.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            return f"{place} is a link to {os.readlink(place)}, where nothing can be reached"
     return getattr(error, "strerror", None) or str(error)

@@ -179,6 +179,20 @@ def test_files_in_a_folder_that_one_may_not_enter_are_a_sentence(
         assert re.match("error: .*theirs/.*Permission denied.*\n$", error)
 
 
+def test_a_link_that_leads_nowhere_is_named(train_here, capsys):
+    os.symlink("gone", "link")
+    for words in (
+        ["data.edges=link", "data.perturbations=link"],
+        ["data.edges=link/edges.tsv", "data.perturbations=link/scores.tsv"],
+        ["run.dir=link"],
+        ["run.resume=link"],
+        ["--config", "link"],
+    ):
+        assert train_here(*words) == 2
+        expected = "link is a link to gone, where nothing can be reached"
+        assert expected in capsys.readouterr().err
+
+
 def test_a_run_that_has_failed_can_be_started_again(train_here, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
