@@ -421,7 +421,9 @@ def read_status(folder: Path) -> dict[str, Any]:
 def environment(command: list[str], ranks: str) -> str:
     """Returns the command, the git commit, the packages' versions and the table of ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))
-    commit = subprocess.getoutput(f"git -C {folder} describe --always --dirty --abbrev=40")
+    # A hook of git sets these variables.
+    here = f"env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE git -C {folder}"
+    commit = subprocess.getoutput(f"{here} describe --always --dirty --abbrev=40")
     packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")
     versions = library_versions() | {name: version(name) for name in packages}
     lines = [

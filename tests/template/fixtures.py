@@ -42,17 +42,6 @@ FAULTS_IN_PROCESS = {
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example
 
-LONGEST_FILES = (
-    "test_slurm",
-    "test_machines",
-    "test_predict",
-    "test_resume",
-    "test_run_folder",
-    "test_train",
-    "test_ddp_setup",
-    "test_run_checkpoint",
-    "test_baseline_combination",
-)
 REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
 
 # Imports torch once, so that the processes forked from it start at once.
@@ -152,12 +141,10 @@ def replaced() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Starts the longest files first, so that none of them is run alone at the end.
+    """Leaves out tests that are marked as slow unless --all or a path selects them.
 
-    Tests that are marked as slow are left out unless --all or a path selects them. Those of a copy
-    that start commands need a path: test_leaving_out.py runs them in copies.
+    Those of a copy that start commands need a path: test_leaving_out.py runs them in copies.
     """
-    items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
     names_a_file = any(Path(word.partition("::")[0]).is_file() for word in config.args)
     if names_a_file:
         return

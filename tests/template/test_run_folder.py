@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -66,9 +67,15 @@ def test_a_run_writes_all_files_of_its_folder(finished):
 
 
 def test_the_commit_of_the_environment_is_that_of_the_code(tmp_path, monkeypatch):
-    """From any working folder."""
+    """Also where a hook of another repository has set GIT_DIR."""
     expected = environment(["train.py"], "")
-    monkeypatch.chdir(tmp_path)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], cwd=tmp_path, check=True)
+    commit = [*git, "commit", "--quiet", "--allow-empty", "--message=a"]
+    subprocess.run(commit, cwd=tmp_path, check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / ".git/index"))
     assert environment(["train.py"], "") == expected
 
 
