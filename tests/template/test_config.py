@@ -321,7 +321,7 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ),
         (
             "optim.lr_mult={a: .nan}",
-            "optim.lr_mult: a: nan is no part of a name and a number without quotes",
+            "optim.lr_mult: a: '.nan' is no part of a name and a number without quotes",
         ),
         ("optim.lr_mult={a: false}", "optim.lr_mult: a: False is no part of a name and a number"),
         (
@@ -549,20 +549,28 @@ def test_a_wrong_file_gives_a_one_line_error(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
+        ("run.seed=010", 10),
+        ("run.seed=08", 8),
         ("optim.lr=1e-2", 0.01),
         ("optim.lr=.5", 0.5),
         ("optim.lr_mult={a: 1e-3}", {"a": 0.001}),
-        ("data.scores=[1e-3, 10]", [0.001, 10]),
+        ("data.scores=[1e-3, 010, 1:30]", [0.001, 10, "1:30"]),
     ],
 )
-def test_numbers_may_have_exponents_without_a_point(tmp_path, text, value):
-    """YAML 1.1 reads 1e-2 as a text."""
+def test_numbers_are_decimal(tmp_path, text, value):
+    """YAML 1.1 reads 010 as 8, 1:30 as 90 and 1e-2 as a text."""
     key, _, shown = text.partition("=")
     section, _, name = key.partition(".")
     (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: {shown}}}")
     for argument in (text, f"--config={tmp_path}/mine.yaml"):
         found = load(argument).options()[key]
         assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["1:30", "1_0", "0x10"])
+def test_numbers_of_another_form_are_refused(text):
+    with pytest.raises(UserError, match=rf"^optim.epochs must be int >= 1, not '{text}'$"):
+        load(f"optim.epochs={text}")
 
 
 def test_dates_are_texts(tmp_path):
