@@ -53,11 +53,14 @@ class Baseline:
     basis: Tensor  # float64 [3, K], maps `mask.doses` to the doses of a node's effects
     is_combined: bool = True  # whether other weights than those of a sum were tried
 
-    def notes(self) -> list[str]:
-        """Returns sentences for the log on what was not tried."""
-        if self.is_combined:
-            return []
-        return ["the baseline is a sum of effects, as the table is large"]
+    def notes(self, task: Any) -> list[str]:
+        """Returns sentences for the log on what was not tried, and what a run does not use."""
+        notes = []
+        if not self.is_combined:
+            notes.append("the baseline is a sum of effects, as the table is large")
+        if task.config.model.readout == "global" or task.criterion.starts_from_mean:
+            notes.append("by model.readout or optim.loss, training starts from the mean")
+        return notes
 
     def in_basis(self, basis: Tensor) -> "Baseline":
         """Returns the same function of levels by the effects of a basis that tells more apart."""

@@ -426,9 +426,6 @@ def describe(ddp: Distributed) -> str:
     line = ", ".join(f"{name} {value}" for name, value in row.items())
     lines = ddp.gather(line)
     threads = optional("ddp_threads")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if ddp.device.type == "cpu" and accelerator is not None:
-        lines.append(f"note      {accelerator.type} is not used, as only CUDA and ROCm are")
     if ddp.device.type == "cpu" and threads is not None:
-        lines.append(threads.unseen_gpus_note(torch.__version__))
-    return "\n".join(filter(None, lines))
+        lines += threads.notes_on_devices()
+    return "\n".join(lines)

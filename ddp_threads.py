@@ -84,18 +84,24 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
             yield mount_point / parent
 
 
-def unseen_gpus_note(torch_version: str) -> str:
-    """Returns a note if the environment names GPUs, of which torch has seen none, else ""."""
+def notes_on_devices() -> list[str]:
+    """Returns notes on a device that is here, or that the environment names, but is not used."""
+    import torch  # takes a second, which the command does without
+
+    notes = []
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        notes.append(f"note      {accelerator.type} is not used, as only CUDA and ROCm are")
     name = "SLURM_JOB_GPUS"
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         name = "CUDA_VISIBLE_DEVICES"
     gpus = os.environ.get(name, "")
-    if gpus.startswith("-") or not any(map(str.isdigit, gpus)):
-        return ""
-    return (
-        f"note      {name}={gpus} names GPUs, but torch {torch_version} sees none: "
-        "look at nvidia-smi, and install torch for its version of CUDA"
-    )
+    if not gpus.startswith("-") and any(map(str.isdigit, gpus)):
+        notes.append(
+            f"note      {name}={gpus} names GPUs, but torch {torch.__version__} sees none: "
+            "look at nvidia-smi, and install torch for its version of CUDA"
+        )
+    return notes
 
 
 def main() -> None:

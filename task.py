@@ -280,9 +280,7 @@ class KnockoutTask:
         """Returns sentences for the log on what may be wrong with the tables."""
         notes = list(self.tables.notes)
         if self.start is not None:
-            notes += self.start.notes()
-            if self.config.model.readout == "global" or self.criterion.starts_from_mean:
-                notes.append("by model.readout or optim.loss, training starts from the mean")
+            notes += self.start.notes(self)
         data_notes = optional("data_notes")
         if data_notes is not None:
             notes += data_notes.notes_on_training(self.tables, self.config)
