@@ -30,6 +30,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import set_threads
 from errors import UserError
+from losses import LOSSES
 from metrics import first_metric
 from parts import is_here, optional
 from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
@@ -243,8 +245,8 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
     `members` are the rows of each run's test.tsv, by folder.
     """
     configs = {name: config_of(Path(name)) for name in members}
-    first = next(iter(configs.values()))
-    loss = first.optim.loss
+    losses = {config.optim.loss for config in configs.values()}
+    loss = losses.pop() if len(losses) == 1 else "squared"  # whose ensemble is the mean
     folds = folds_of(members)
     of_folds = {}
     for name, names in folds.items():
@@ -328,7 +330,8 @@ def read_run(folder: Path) -> Results:
 def read_runs(folders: list[Path]) -> dict[str, Results]:
     """Returns the rows of each run's test.tsv by folder.
 
-    Raises `UserError`, also if they are not of the same loss, or a run is named twice.
+    Of several losses, the prediction of the score is all that is compared. Raises `UserError`, also
+    if only some are losses of scores of 0 and 1, or a run is named twice.
     """
     places = set()
     for folder in folders:
@@ -337,9 +340,12 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
         places.add(folder.resolve())
     members = {str(folder): read_run(folder) for folder in folders}
     losses = {config_of(folder).optim.loss: folder for folder in folders}
-    if len(losses) > 1:
+    if len({LOSSES[loss].is_binary for loss in losses}) > 1:
         of_each = [f"{folder} has optim.loss={loss}" for loss, folder in losses.items()]
-        raise UserError(f"{', '.join(of_each)}: compare runs of one loss")
+        raise UserError(f"{', '.join(of_each)}: one is of scores of 0 and 1, compare them apart")
+    if len(losses) > 1:
+        for folder, rows in members.items():
+            members[folder] = replace(rows, predictions={"prediction": rows.prediction})
     return members
 
 

@@ -295,7 +295,7 @@ def read_knockouts(
     for rows in read_rows(path, header, has_bar=True):
         row, name, names, level = checked_sets(rows, nodes)
         node = number_names(names, node_number)[name]
-        y = rows.table(targets, ": to leave that column out, name the others in data.scores")
+        y = rows.table(targets, ": mend it, or name other columns in data.scores")
         line = torch.tensor(rows.lines, dtype=torch.int)
         chunk = {"row": row + num_rows, "node": node, "level": level, "line": line, "y": y}
         if "split" in header:

@@ -27,8 +27,8 @@ ON_COPIES = ("expanded",)  # values of message_passing for which the graph is co
 
 @dataclass(frozen=True)
 class ModelConfig:
-    hidden: int = field(default=32, metadata={"min": 1})
-    layers: int = field(default=2, metadata={"min": 1})
+    hidden: int = field(default=32, metadata={"min": 1, "resume": "fixed"})
+    layers: int = field(default=2, metadata={"min": 1, "resume": "fixed"})
     dropout: float = field(default=0.1, metadata={"min": 0, "max": 0.99})
     embedding: bool = True
     message_passing: Literal["auto", "shared", "reach", "expanded"] = field(

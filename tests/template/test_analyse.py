@@ -22,6 +22,7 @@ from analyse_results import folds_of, together
 from config import load_config
 from data import load
 from errors import UserError
+from losses import LOSSES
 from metrics import pearson
 from parts import is_here
 from run_checkpoint import NEEDED
@@ -349,14 +350,27 @@ def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_h
     assert f"  {share:.4f}  " in printed
 
 
-def test_runs_of_another_loss_are_not_compared(tmp_path, analyse_here, capsys):
+def test_runs_of_several_losses_are_compared_by_their_scores(tmp_path, monkeypatch, capsys):
+    """Not by what one of them predicts beside; those of scores of 0 and 1 are apart."""
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b")
+    write_run(tmp_path / "b", seed=1)
+    monkeypatch.chdir(tmp_path)
+    expected = analyse.compare(["a", "b"])
+    lines = [line.split("\t") for line in (tmp_path / "b/test.tsv").read_text().splitlines()]
+    for number, cells in enumerate(lines):
+        cells[8:8] = ["1" if number else "flat_prediction_sd"]
+        cells[5:5] = ["1" if number else "score_prediction_sd"]
+    write_table(tmp_path / "b/test.tsv", lines)
     with (tmp_path / "b/config.yaml").open("a") as file:
         file.write("optim: {loss: binary}\n")
-    assert analyse_here("a", "b") == 2
-    problem = "a has optim.loss=squared, b has optim.loss=binary: compare runs of one loss"
-    assert capsys.readouterr() == ("", f"error: {problem}\n")
+    assert analyse.main(["a", "b"]) == 2
+    problem = "a has optim.loss=squared, b has optim.loss=binary"
+    advice = "one is of scores of 0 and 1, compare them apart"
+    assert capsys.readouterr() == ("", f"error: {problem}: {advice}\n")
+    monkeypatch.setattr(LOSSES["binary"], "is_binary", False)
+    compared = analyse.compare(["a", "b"])
+    assert compared["figures"] == expected["figures"]
+    assert compared["ensemble"] == expected["ensemble"]
 
 
 @pytest.mark.parametrize(

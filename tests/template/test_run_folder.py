@@ -280,15 +280,16 @@ def test_figures_of_an_earlier_end_go_when_a_run_trains_on(trained, train, tmp_p
     ("change", "message"),
     [
         (
-            "model.hidden=16",
+            "model.readout=local",
             r"saved in runs/run/checkpoints/step_00000005.pt does not match: "
-            r".*embedding.*\[30, 8\].*\[30, 16\].*: in an empty run folder, run.init=",
+            r".*terms.knockout.*: in an empty run folder, run.init=",
         ),
         (
             "data.batch_size=16",
             "step_00000005.pt was trained with data.batch_size=32, not 16: set it so, or, in an",
         ),
         ("run.seed=1", "step_00000005.pt was trained with run.seed=0, not 1: "),
+        ("model.hidden=16", "step_00000005.pt was trained with model.hidden=8, not 16: "),
         (
             "optim.lr_mult={embedding: 0.5}",
             r"was trained with optim.lr_mult=\{\}, not \{'embedding': 0.5\}: ",

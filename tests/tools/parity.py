@@ -18,9 +18,10 @@ from train import read_config, train
 NUM_EPOCHS = 2  # with each number of micro-batches
 BATCH_SIZE = 24
 TOLERANCE = 1e-9  # of a tensor over its own norm, for runs that were disturbed
-# Right runs differ by 1e-16 and 1e-14 here, those with float32's errors by 1e-9 and 1e-7.
+# Right runs differ by 1e-16 and 1e-14 here, or by 1e-11 and 1e-10 where AdamW moves parameters of
+# which the gradient is nothing but rounding; those with float32's errors by 1e-9 and 1e-7.
 OVER_THE_MODEL = 1e-10  # of a tensor over the norm of the model
-OF_METRICS = 1e-11
+OF_METRICS = 1e-9
 METRICS = ("loss", "mse", "pearson", "grad_norm")  # which are compared
 
 
@@ -58,12 +59,16 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
     all_agree = True
     for name in others:
         differences = parameter_differences(runs[name], runs[first])
-        worst = max(differences, key=differences.get)
-        of_metrics = metric_difference(runs[name], runs[first])
-        agrees = differences[worst] <= OVER_THE_MODEL and of_metrics <= OF_METRICS
-        outcome = "PASS" if agrees else f"FAIL, the tensor that differs most is {worst}"
-        all_agree = all_agree and agrees
-        print(f"{name:24s} {differences[worst]:8.1e} {of_metrics:8.1e}  {outcome}")
+        of_metrics = metric_differences(runs[name], runs[first])
+        tensor = max(differences, key=differences.get)
+        metric = max(of_metrics, key=of_metrics.get)
+        outcome = "PASS"
+        if of_metrics[metric] > OF_METRICS:
+            outcome = f"FAIL, the metric that differs most is {metric}"
+        if differences[tensor] > OVER_THE_MODEL:
+            outcome = f"FAIL, the tensor that differs most is {tensor}"
+        all_agree = all_agree and outcome == "PASS"
+        print(f"{name:24s} {differences[tensor]:8.1e} {of_metrics[metric]:8.1e}  {outcome}")
     return all_agree
 
 
@@ -107,12 +112,12 @@ def parameter_differences(path: Path, reference: Path) -> dict[str, float]:
     return {name: relative_difference(ours[name], value, norm) for name, value in theirs.items()}
 
 
-def metric_difference(path: Path, reference: Path) -> float:
-    """Returns the largest relative difference of a metric of two runs."""
-    errors = []
+def metric_differences(path: Path, reference: Path) -> dict[str, float]:
+    """Returns the largest relative difference of each metric of two runs."""
+    largest = dict.fromkeys(METRICS, 0.0)
     for ours, theirs in zip(read_metrics(path), read_metrics(reference), strict=True):
         for name in METRICS:
             if theirs.get(name) is not None:
-                difference = abs(ours[name] - theirs[name])
-                errors.append(difference / max(abs(theirs[name]), 1e-300))
-    return max(errors)
+                difference = abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-300)
+                largest[name] = max(largest[name], difference)
+    return largest
