@@ -11,14 +11,13 @@ import model_graphs
 from mask_product import RelationStack
 from model_graphs import GraphedModel, GraphedUpdate
 from task import KnockoutTask
-from tests.bench.synthetic import PRESETS
+from tests.bench.synthetic import PRESETS, synthetic_tables, write
 from tests.template import gpu, gpu_checks, gpu_graphs
 from tests.template.fixtures import ROOT, fork_ranks, join, restored_modules
 from tests.tools import graphs
 from train import read_config
 
 CPU = torch.device("cpu")
-EXAMPLE = (f"data.edges={ROOT}/example/edges.tsv", f"data.perturbations={ROOT}/example/scores.tsv")
 
 
 @pytest.fixture
@@ -174,7 +173,8 @@ def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "OPTIONS", {"of a kind": ("optim.precision=bf16",)})
     monkeypatch.setattr(gpu_checks, "stop_after", stop_early)
     monkeypatch.setattr(gpu_checks, "torchrun", torchrun)
-    options = ["model.hidden=8", "model.readout=local", *EXAMPLE]
+    tables = write(synthetic_tables(replace(PRESETS["small"], num_samples=1000)), tmp_path)
+    options = ["model.hidden=8", "model.readout=local", *tables]
     config = read_config(options)
     report = gpu.Report()
     runs = gpu.Runs(report.timeout, tmp_path / "runs", options)
