@@ -363,7 +363,7 @@ def gpu_checks(kind: str) -> None:
     """Checks of `tests.check gpu` that run in its process, on a small graph, with few timed steps.
 
     They are imported first, as not all of their steps must run without waiting. Of readouts and
-    precisions, two of each are checked.
+    precisions, two of each are checked, and of what is timed.
     """
     from tests.bench.synthetic import PRESETS
     from tests.template import gpu, gpu_graphs
@@ -374,6 +374,7 @@ def gpu_checks(kind: str) -> None:
     gpu_graphs.TIMED_ROWS = 100
     PRESETS["yeast"] = replace(PRESETS["small"], num_samples=300)
     gpu.READOUTS = ("both", "nodes")
+    gpu.TIMED = gpu.TIMED[1::2]
     for tolerances in (gpu.MODEL_TOLERANCES, gpu.GRAPH_TOLERANCES):
         del tolerances["fp64"], tolerances["bf16"]
     fake_gpu.install()
