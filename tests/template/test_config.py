@@ -281,7 +281,10 @@ def test_each_option_says_what_another_value_means_for_a_resumed_run():
     assert rules.keys() == Config().options().keys()
     keys = {rule: {key for key in rules if rules[key] == rule} for rule in rules.values()}
     assert keys.keys() == {"fixed", "free", "noted"}
-    assert keys["fixed"] == {"run.seed", "data.batch_size", "optim.loss", "optim.lr_mult"}
+    assert keys["fixed"] == {
+        *("run.seed", "data.batch_size", "optim.loss", "optim.lr_mult"),
+        *("model.hidden", "model.layers"),
+    }
     free = {key for key in keys["free"] if key.startswith(("model.", "optim."))}
     assert free == {
         *("model.message_passing", "model.checkpointing", "model.cuda_graphs"),

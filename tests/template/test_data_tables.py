@@ -122,7 +122,7 @@ def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
         ("c", "-", 5, 6, "test"),
     ]
     options = write_tables(tmp_path, scores=scores)
-    message = r"scores\.tsv:2: the drug 'MMS' is not .*: to leave .* in data\.scores"
+    message = r"scores\.tsv:2: the drug 'MMS' is not .*: mend it, .* in data\.scores"
     with pytest.raises(DataError, match=message):
         load(options)
     tables = load(replace(options, scores=["b"]))

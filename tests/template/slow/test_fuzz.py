@@ -70,13 +70,6 @@ def spaces(tables: Table, draw: random.Random) -> None:
             line[column] = f" {line[column]}  ".replace(",", " , ")
 
 
-def empty_column(tables: Table, draw: random.Random) -> None:
-    table = table_of(tables, draw)
-    place = draw.randrange(1, len(table[0]) + 1)
-    for line in table:
-        line.insert(place, "")
-
-
 def missing(tables: Table, draw: random.Random) -> None:
     """Missing values as another program writes them."""
     text = draw.choice(["NA", "N/A", "#N/A", "NaN", "nan", "None", "null", "NULL", "<NA>", " "])
@@ -107,7 +100,7 @@ def intact(tables: Table, draw: random.Random) -> None:
         line[0] = ",".join(filter(None, [line[0], f"{draw.choice(spare)}=1"]))
 
 
-HARMLESS = [spaces, empty_column, missing, other_numbers, order_of_names, intact]
+HARMLESS = [spaces, missing, other_numbers, order_of_names, intact]
 
 
 def any_cell(tables: Table, draw: random.Random) -> None:
@@ -142,7 +135,7 @@ def twice(tables: Table, draw: random.Random) -> None:
     else:
         column = draw.randrange(len(table[0]))
         for line in table:
-            line.append(line[column])
+            line.append(line[column % len(line)])
 
 
 def other_names(tables: Table, draw: random.Random) -> None:
