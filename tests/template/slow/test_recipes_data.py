@@ -125,7 +125,7 @@ def samples(tables, tmp_path):
 
 
 def test_covariates(copy, tables, samples, tmp_path):
-    options = [*tables, "optim.epochs=30", "optim.lr=0.02", "model.readout=local"]
+    options = [*tables, "optim.epochs=12", "optim.lr=0.04", "model.readout=local"]
     adapt(copy, "covariates", [*options, f"data.covariates={KINDS}"])
     _, rows = train(copy)
     _, rows_without = train(copy, "data.covariates={}", "data.scores=[score]", name="without")
@@ -354,9 +354,6 @@ def test_without_rules_the_named_nodes_are_perturbed_and_may_have_levels(
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *deletions, *levels])
     output = launch(rules_copy, 1, "train.py", "data.rules=", "run.name=nodes")
     assert "do the tables use the same names?" in output
-    config = (rules_copy / "config.yaml").read_text()
-    (rules_copy / "config.yaml").write_text(config.replace("rules: rules.tsv", "rules: ''"))
-    assert_contract(rules_copy)
 
 
 # Prints which reactions die in each row, as the copy says.
