@@ -13,7 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
@@ -45,11 +45,6 @@ class Rows:
         """Returns where a row stands, for errors."""
         return f"{self.path}:{self.lines[row]}"
 
-    def select(self, start: int, stop: int) -> "Rows":
-        """Returns the rows from `start` to `stop` - 1."""
-        cells = {name: column[start:stop] for name, column in self.cells.items()}
-        return replace(self, lines=self.lines[start:stop], cells=cells)
-
     def error(self, row: int, column: str, problem: str) -> DataError:
         cell = self.cells[column][row]
         return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
@@ -68,8 +63,7 @@ class Rows:
             valid |= numbers.isnan()
         if not valid.all():
             row = int((~valid).nonzero()[0])
-            problem = f"is not a number from {least:g} to 1e+30{advice}"
-            raise self.error(row, column, problem)
+            raise self.error(row, column, f"is not a number from {least:g} to 1e+30{advice}")
         return numbers
 
     def table(self, columns: Sequence[str], advice: str = "") -> Tensor:

@@ -212,7 +212,9 @@ def read_sets(
         start = max(first, begin)
         while start < min(last, end):
             stop = min(start + most, last, end)
-            yield chunk_of(rows.select(start - begin, stop - begin), tables)
+            part = slice(start - begin, stop - begin)
+            cells = {name: column[part] for name, column in rows.cells.items()}
+            yield chunk_of(replace(rows, lines=rows.lines[part], cells=cells), tables)
             start = stop
         if end >= last:
             return
