@@ -28,6 +28,7 @@ from tests.template.gpu_checks import (
     WholeModel,
     batchnorm,
     fault_on_gpus,
+    most_columns,
     parity_on_gpus,
     preflight,
     resuming,
@@ -215,6 +216,7 @@ def products(report: Report, device: torch.device, preset: str) -> None:
         name = f"sums over neighbours, {preset}, {precision}"
         report.check(name, sums.agree, device, precision, tolerance)
     report.check(f"sums over neighbours, {preset}, deterministic", sums.are_deterministic, device)
+    report.check("a product of two million columns", most_columns, device)
 
 
 def models(report: Report, device: torch.device, folder: Path) -> None:

@@ -31,7 +31,7 @@ from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
 from losses import LOSSES
 from mask import SharedGraph
-from mask_product import _segment_product, sum_relations
+from mask_product import CSR, _segment_product, sparse_product, sum_relations
 from model import KnockoutGNN, ModelConfig, uniform
 from optim import PRECISIONS, OptimConfig, build_optimizer
 from run_checkpoint import TrainState
@@ -46,6 +46,7 @@ NUM_SAMPLES = 16  # of a batch
 NUM_STEPS = 10  # that must not wait
 SMALL = ("data.batch_size=64", "optim.epochs=2", "log.every_steps=1", "checkpoint.every_steps=20")
 YEAST = ("model.hidden=64", "model.layers=3")
+MOST_COLUMNS = 2**21  # of states in a product, which a block of samples of a small graph has
 
 
 # ---- Sums over neighbours ------------------------------------------------------------------------
@@ -111,6 +112,19 @@ class Products:
         error = distance([total], [expected])
         same = all(torch.equal(sums[0], other) for other in sums)
         return error <= 1e-5 and same, f"relative error {error:.1e}, the same bits: {same}"
+
+
+def most_columns(device: torch.device) -> tuple[bool, str]:
+    """The sparse product of as many dense columns as there ever are, against a dense product."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(100, 100, generator=generator)
+    weight *= torch.rand(100, 100, generator=generator) < 0.1
+    entries = weight.to_sparse_csr()
+    parts = (entries.crow_indices(), entries.col_indices(), entries.values())
+    x = torch.rand(100, MOST_COLUMNS, generator=generator)
+    sums = sparse_product(CSR(*(part.to(device) for part in parts)), x.to(device))
+    error = distance([sums], [weight.double() @ x.double()])
+    return error <= 1e-5, f"relative error {error:.1e}"
 
 
 # ---- The whole model, and its steps --------------------------------------------------------------

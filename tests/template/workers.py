@@ -366,7 +366,7 @@ def gpu_checks(kind: str) -> None:
     precisions, two of each are checked, and of what is timed.
     """
     from tests.bench.synthetic import PRESETS
-    from tests.template import gpu, gpu_graphs
+    from tests.template import gpu, gpu_checks, gpu_graphs
     from tests.tools import fake_gpu
 
     gpu_graphs.NUM_STEPS = 1
@@ -375,6 +375,7 @@ def gpu_checks(kind: str) -> None:
     PRESETS["yeast"] = replace(PRESETS["small"], num_samples=300)
     gpu.READOUTS = ("both", "nodes")
     gpu.TIMED = gpu.TIMED[1::2]
+    gpu_checks.MOST_COLUMNS = 2**12
     for tolerances in (gpu.MODEL_TOLERANCES, gpu.GRAPH_TOLERANCES):
         del tolerances["fp64"], tolerances["bf16"]
     fake_gpu.install()

@@ -48,7 +48,7 @@ def test_without_a_gpu_it_says_so(run):
 @pytest.mark.usefixtures("on_fake_gpus")
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [("values", 5 + 6 * 2 + 1 + 12), ("graphs", 2 * 2 + 2 + 4 + 2 + 2 + 2 + 1)],
+    [("values", 6 + 6 * 2 + 1 + 12), ("graphs", 2 * 2 + 2 + 4 + 2 + 2 + 2 + 1)],
 )
 def test_all_checks_of_its_process_pass_on_a_gpu_that_is_not_there(command, kind, number):
     result = command(0, "tests/template/workers.py", "gpu_checks", kind, timeout=500).check()
@@ -121,6 +121,7 @@ def test_what_is_wrong_or_raises_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(RelationStack, "forward", wrong_in_fp32)
     monkeypatch.setattr(gpu_checks, "uniform", other_draws)
     monkeypatch.setattr(KnockoutTask, "loss", lambda *_: 1 / 0)
+    monkeypatch.setattr(gpu_checks, "MOST_COLUMNS", 2**12)
     report = gpu.Report()
     gpu.products(report, CPU, "small")
     gpu.draws(report, CPU)
