@@ -36,6 +36,7 @@ from run_folder import CheckpointConfig, LogConfig, RunConfig, warnings_so_far
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
+NO_PATH = ("null", "~", "None")  # which people write for no file
 MOST = 2**63 - 1  # of a number
 ONE_WORD = (
     "write an option as one word, such as optim.lr=0.1, and in quotes if it has blanks, brackets "
@@ -246,8 +247,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     """Returns key and value of `section.key=value`; raises `UserError`."""
     key, _, value = text.partition("=")
     check_names([key])
-    if all_options()[key].type is str:
-        return key, value
+    option = all_options()[key]
+    if option.type is str:
+        is_none = option.metadata.get("path") and value in NO_PATH
+        return key, None if is_none else value
     with explain_yaml_errors(text):
         return key, yaml.load(value, OptionsLoader)
 

@@ -604,8 +604,11 @@ def test_files_are_read_in_their_order(tmp_path):
     assert (options.model.hidden, options.model.layers) == (16, 3)
 
 
-def test_no_file_is_an_empty_text(tmp_path):
+@pytest.mark.parametrize("value", ["null", "~", "None"])
+def test_no_file_is_an_empty_text(tmp_path, value):
     expected = 'data.features must be str, not None: for none, write ""'
+    with pytest.raises(UserError, match=expected):
+        load(f"data.features={value}")
     (tmp_path / "none.yaml").write_text("data: {features: null}")
     with pytest.raises(UserError, match=expected):
         load(f"--config={tmp_path}/none.yaml")
