@@ -71,16 +71,15 @@ def load(config: DataConfig) -> Tables:
         return vars(read_tables(*files, *options))
 
     tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
+    of_split = ("split", "split_seed", "val_fraction", "test_fraction", "fold")
     if tables.split is None:
         make_split = node_split if config.split == "nodes" else random_split
-        key += f" {config.split} {config.split_seed} {config.val_fraction} {config.test_fraction}"
-        key += f" {config.fold}"
+        key += "".join(f" {getattr(config, name)}" for name in of_split)
         split_rows = partial(make_split, tables, config)
         # The code of this module is that of the tables, too, which it imports.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
     else:
-        options = ("split", "split_seed", "fold", "val_fraction", "test_fraction")
-        given = [name for name in options if getattr(config, name) != getattr(DataConfig, name)]
+        given = [name for name in of_split if getattr(config, name) != getattr(DataConfig, name)]
         if given:
             replaced = ", ".join(f"data.{name}" for name in given)
             raise DataError(

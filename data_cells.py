@@ -308,7 +308,7 @@ def whole_rows(
             row = [""] * len(header)
         if len(row) != len(header):
             problem = f"{len(row)} fields where the header has {len(header)}"
-            if len(row) == len(header) + 1:
+            if len(row) == len(header) + 1 and row[-1].strip():
                 problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
             raise DataError(f"{path}:{line}: {problem}")
         yield line, row

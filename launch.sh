@@ -19,8 +19,10 @@ if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # after `sh launch.s
 set -euo pipefail +o posix
 
 main() {
+  if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    exec sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  fi
   find_here
-  if [ "${1:-}" = --help ]; then exec sed -n '2,12s/^# \{0,1\}//p' "$here/launch.sh"; fi
   if [[ ${BASH_SOURCE[0]} == */slurm_script ]]; then # sbatch runs a copy of this file elsewhere
     set_up_batch_job
     if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then set -- "${@//%a/$SLURM_ARRAY_TASK_ID}"; fi

@@ -31,7 +31,8 @@ def test_the_file_of_the_contract_may_follow_a_space(run, tmp_path, active_path)
 
 
 def test_help_needs_no_package(run):
-    result = run([str(ROOT / "launch.sh"), "--help"], PATH="/usr/bin:/bin").check()
+    words = ["optim.lr=0.1", "--help"]
+    result = run([str(ROOT / "launch.sh"), *words], PATH="/usr/bin:/bin").check()
     assert result.stdout.startswith("Installs what is missing, then trains with torchrun")
     assert "  ./launch.sh copy DIR " in result.stdout
 
