@@ -423,8 +423,7 @@ def describe(ddp: Distributed) -> str:
         "threads": ddp.threads,
         **library_versions(),
     }
-    line = ", ".join(f"{name} {value}" for name, value in row.items())
-    lines = ddp.gather(line)
+    lines = ddp.gather(", ".join(f"{name} {value}" for name, value in row.items()))
     threads = optional("ddp_threads")
     if ddp.device.type == "cpu" and threads is not None:
         lines += threads.notes_on_devices()

@@ -200,9 +200,8 @@ class SharedGraph(nn.Module):
         # B copies of each earlier relation precede it, of which `edge` counts one, and a copy of
         # its own relation for each earlier sample.
         sample = batch.perturbed_batch.unsqueeze(1)
-        preceding = (
-            num_samples(batch) - 1
-        ) * self.edge_offsets + sample * self.edge_counts  # [P, R]
+        num_others = num_samples(batch) - 1
+        preceding = num_others * self.edge_offsets + sample * self.edge_counts  # [P, R]
         return preceding.flatten().index_select(0, segment).add_(edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
