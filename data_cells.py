@@ -163,7 +163,7 @@ def split_level(text: str) -> tuple[str, float]:
     name, sign, level_text = text.partition("=")
     name = name.strip()
     level = parse_number(level_text) if sign else 0.0
-    is_right = name and 0 <= level <= 1e4
+    is_right = name != "" and 0 <= level <= 1e4
     return name, abs(level) if is_right else math.nan  # -0 is 0
 
 
