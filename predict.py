@@ -16,11 +16,9 @@ predicts, or a checkpoint file. The run's graph.pt is all else that is needed, s
 moved. Options are those of the training, but for a few that the command line may set, such as
 data.batch_size. `<table>.predictions.tsv` in the working folder gets a line for each row, in order;
 rows with unknown nodes get empty cells. Of several runs, that is the mean of their predictions, and
-beside it their standard deviation, `sd`. A command that was killed goes on where it was when it is
-repeated. From Python, use `Predictor`.
+beside it their standard deviation, `sd`. From Python, use `Predictor`.
 """
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -30,7 +28,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +48,12 @@ from parts import optional
 from predict_tables import (
     BEYOND,
     Chunk,
-    GrowingTable,
     Survey,
     is_beyond,
     read_sets,
     screen,
     survey_sets,
+    table_writer,
     unknown_nodes,
 )
 from predictor import Ensemble, Run, explainer_of, read_run
@@ -83,7 +81,6 @@ class Settings:
     parts: bool = False
     explain: int = 0  # the most nodes and pairs that are named for each prediction
     rows: tuple[int, int] = (0, sys.maxsize)  # the first row, and the one after the last
-    code: dict[str, str] = field(default_factory=dict)  # `code_of_predictions`
 
     @property
     def ddp(self) -> DDPConfig:
@@ -98,24 +95,15 @@ class Settings:
             name += f".{first}-" if last == sys.maxsize else f".{first}-{last}"
         return Path(f"{name}.{kind}.tsv")
 
-    def digest_of_table(self) -> str:
-        """Returns a hash of the table's file, or what names a screen; raises `UserError`."""
-        size, _ = screen(self.table)
-        return self.table if size else file_digest(self.table)
-
-    def key(self) -> str:
-        """Returns a hash of all that a file of this name follows from; raises `DataError`."""
-        runs = [file_digest(run.file) for run in self.runs]
-        content = repr((self.digest_of_table(), self.parts, self.explain, runs, self.code))
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
-
     def hashes(self) -> dict[str, str]:
-        """Returns hashes of what the ranks have read of the table and of the models."""
+        """Returns hashes of what the ranks have read of table and models; raises `UserError`."""
+        size, _ = screen(self.table)
+        of_table = self.table if size else file_digest(self.table)
         of_models = hashlib.sha256()
         for run in self.runs:
             for tensor in run.checkpoint["model"].values():
                 of_models.update(tensor.flatten().view(torch.uint8).numpy())
-        return {"TABLE (hash)": self.digest_of_table(), "RUN (hash)": of_models.hexdigest()}
+        return {"TABLE (hash)": of_table, "RUN (hash)": of_models.hexdigest()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,7 +182,6 @@ def predict(settings: Settings, ddp: Distributed) -> None:
     changes = optional("run_changes")
     if changes is not None:
         ddp.check_equal(changes.code_digests())  # with the modules that the models need
-        settings.code = changes.code_of_predictions(run.checkpoint for run in settings.runs)
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:
@@ -221,10 +208,7 @@ def check_names(columns: list[str]) -> None:
 
 
 def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explainer: Any) -> None:
-    """Writes the lines of each row, or goes on with them; raises `UserError` on every rank.
-
-    With an `explainer`, these are lines of reasons in place of predictions.
-    """
+    """Writes the lines of each row, with an `explainer` those of reasons; raises `UserError`."""
     kind = "predictions"
     columns = ensemble.columns(settings.parts)
     lines_per_row = 1
@@ -234,33 +218,24 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
         lines_per_row = settings.explain * len(ensemble.targets)
     output = settings.output(kind)
     header = "\t".join(["genes", *columns]) + "\n"
-    key = ""
-    with ensemble.ddp.sync_errors():
-        if ensemble.ddp.rank == 0:  # which alone writes
-            key = settings.key()
-    table = GrowingTable(output, header, key, lines_per_row, ensemble.ddp)
-    if table.num_rows:
-        log.info(f"{output} goes on after {table.num_rows:,} of {survey.num_rows:,} rows")
-    bar = progress_bar(
-        survey.num_rows, kind, " rows", table.num_rows, is_shown=ensemble.ddp.rank == 0
-    )
-    first, last = settings.rows
-    first += table.num_rows
+    bar = progress_bar(survey.num_rows, kind, " rows", is_shown=ensemble.ddp.rank == 0)
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
     ranges = [run.trained for run in settings.runs]
     num_beyond = torch.zeros(len(BEYOND), dtype=torch.long)
-    with contextlib.closing(table), bar:
-        for chunk in read_sets(settings.table, ensemble.tables, first, last, most):
+    num_done = 0
+    with bar, table_writer(output, ensemble.ddp) as write:
+        write([header])
+        for chunk in read_sets(settings.table, ensemble.tables, *settings.rows, most):
             if explainer:
                 lines = explainer.lines(chunk, settings.explain)
             else:
                 lines = predicted_lines(settings, ensemble, chunk)
-            table.append(lines, len(chunk.sets))
+            write(lines)
+            num_done += len(chunk.sets)
             are_beyond = [is_beyond(chunk.samples, trained) for trained in ranges]
             num_beyond += torch.stack(are_beyond).all(dim=0).sum(dim=1)
-            ensemble.ddp.step_done(table.num_rows)
+            ensemble.ddp.step_done(num_done)
             bar.update(len(chunk.sets))
-        table.finish()
     for kind, count in zip(BEYOND, num_beyond.tolist(), strict=True):
         if count:
             log.warning(f"note      {count:,} rows have {kind}: these are extrapolations")

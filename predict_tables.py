@@ -1,23 +1,22 @@
-"""What predictions are made of and written to: a run's graph, the sets to predict, a growing table.
+"""What predictions are made of and written to: a run's graph, the sets to predict, a table.
 
 The file graph.pt of a run is, with a checkpoint, all that a prediction needs. It has the fields of
 `Tables` that are `OF_GRAPH`, as `graph` their hash, and as `trained` the `training_range`. Sets of
 knock-outs are the rows of a table, or all of some size; they are read, or listed, some at once, so
-that millions take little memory. What is predicted is written for hours, and goes on where a kill
-interrupted it.
+that millions take little memory.
 """
 
 import contextlib
-import glob
 import hashlib
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from data_tables import OF_GRAPH, Tables, checked_sets, pack
 from ddp_setup import Distributed
 from errors import UserError
 from parts import optional
-from run_checkpoint import explain_write_errors, load_file, lock_file, save_atomically
+from run_checkpoint import atomic_file, explain_write_errors, load_file, save_atomically
 from run_folder import RunFolder
 
 # What makes a row an extrapolation.
@@ -303,98 +302,27 @@ def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
     return f"{len(names)} nodes are not in the graph: {named}"
 
 
-# ---- A growing table -----------------------------------------------------------------------------
-class GrowingTable:
-    """A file whose lines stand in `<path>.<key>.partial` until all of them are written.
+# ---- A table that is written ---------------------------------------------------------------------
+@contextlib.contextmanager
+def table_writer(path: Path, ddp: Distributed) -> Iterator[Callable[[Iterable[str]], None]]:
+    """Yields a function that writes lines, with their ends; the file is there after the block.
 
-    The next process with the same key, a hash of all that the lines follow from, goes on after the
-    last whole row. All ranks make it and call its methods, and rank 0 writes. Raises `UserError` on
-    every rank if the file cannot be written, another process writes it, or one that was begun with
-    another key is in the way.
+    All ranks enter the block and call the function, and rank 0 writes. Raises `UserError` on every
+    rank if the file cannot be written.
     """
 
-    def __init__(self, path: Path, header: str, key: str, lines_per_row: int, ddp: Distributed):
-        self.path = path
-        self.partial = Path(f"{path}.{key}.partial")
-        self.header = header
-        self.ddp = ddp
-        self.num_rows = 0
-        self.is_finished = False
-        with self._shared_errors():
+    explain = partial(explain_write_errors, path, UserError, "change the working folder")
+
+    def write(lines: Iterable[str]) -> None:
+        with ddp.sync_errors(), explain():
             if ddp.rank == 0:
-                self._check_others()
-                self.file = self._lock_partial()
-                self.num_rows = self._cut_to_whole_rows(lines_per_row)
-        self.num_rows = ddp.broadcast(self.num_rows)
+                file.writelines(line.encode() for line in lines)
+                file.flush()  # or a full disk shows hours later
 
-    def append(self, lines: Iterable[str], num_rows: int) -> None:
-        """Writes rows, whose lines have their ends; raises `UserError` on every rank."""
-        with self._shared_errors():
-            if self.ddp.rank == 0:
-                if not self.num_rows:
-                    self.file.write(self.header.encode())
-                self.file.writelines(line.encode() for line in lines)
-                self.file.flush()
-        self.num_rows += num_rows
-
-    def finish(self) -> None:
-        """Gives the file its name; raises `UserError` on every rank."""
-        with self._shared_errors():
-            if self.ddp.rank == 0:
-                self.partial.rename(self.path)
-                self.is_finished = True
-
-    def close(self) -> None:
-        """Ends writing, and removes a file without rows, from which nobody would go on."""
-        if self.ddp.rank == 0:
-            with contextlib.suppress(OSError):  # the disk may be full
-                if not (self.is_finished or os.fstat(self.file.fileno()).st_size):
-                    self.partial.unlink()
-                self.file.close()
-
-    @contextlib.contextmanager
-    def _shared_errors(self) -> Iterator[None]:
-        """Turns a failure to write of rank 0 into a `UserError` on every rank."""
-        explain = explain_write_errors(self.path, UserError, "change the working folder")
-        with self.ddp.sync_errors(), explain:
-            yield
-
-    def _check_others(self) -> None:
-        """Raises `UserError` if another process writes the file, or began it with another key."""
-        for other in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.partial"):
-            with contextlib.suppress(FileNotFoundError), self._lock(other, "r+b") as file:
-                if other != self.partial and os.fstat(file.fileno()).st_size:
-                    raise UserError(
-                        f"{other} was begun with another table, other runs, options or code: "
-                        "repeat that command, or remove the file"
-                    )
-
-    def _lock_partial(self) -> BinaryIO:
-        """Returns the file that is written, made if need be, and locked."""
-        while True:
-            file = self._lock(self.partial, "a+b")
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), self.partial.stat()):
-                    return file
-            file.close()  # its process has just moved or removed it
-
-    def _lock(self, partial: Path, mode: str) -> BinaryIO:
-        """Returns a file that no other process can lock until it is closed."""
-        file = partial.open(mode)
-        try:
-            lock_file(file)
-        except BlockingIOError:
-            file.close()
-            raise UserError(f"another process is writing {self.path}: wait for it") from None
-        return file
-
-    def _cut_to_whole_rows(self, lines_per_row: int) -> int:
-        """Removes the end of a row that a kill cut off, and returns how many rows there are."""
-        self.file.seek(0)
-        num_lines = sum(line.endswith(b"\n") for line in self.file)
-        num_rows = max(0, num_lines - 1) // lines_per_row  # the first line is the header
-        self.file.seek(0)
-        lines = islice(self.file, 1 + num_rows * lines_per_row)
-        size = sum(len(line) for line in lines)
-        self.file.truncate(size if num_rows else 0)
-        return num_rows
+    with explain(), contextlib.ExitStack() as files:  # a file that cannot be written fails again
+        with ddp.sync_errors(), explain():
+            if ddp.rank == 0:
+                file = files.enter_context(atomic_file(path, f".{os.getpid()}.partial"))
+        yield write
+        with ddp.sync_errors(), explain():
+            files.close()

@@ -73,15 +73,6 @@ def code_of_steps() -> dict[str, str]:
     return code_digests("train", "mask_copies", "model_graphs")
 
 
-def code_of_predictions(checkpoints: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns a hash of each file that made the steps of a checkpoint, or that predicts.
-
-    It does not matter what this process has loaded: a notebook loads more.
-    """
-    files = {path.name for path in FOLDER.glob("predict*.py")}
-    return hashes_of(files.union(*(checkpoint.get("code", {}) for checkpoint in checkpoints)))
-
-
 def code_digests(*scripts: str) -> dict[str, str]:
     """Returns a hash of each file of ours that this process runs and that decides numbers.
 

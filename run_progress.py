@@ -23,14 +23,13 @@ def progress_bar(
     steps: Iterable | int,
     title: str,
     unit: str = "it",
-    initial: int = 0,
     delay: float = DELAY_S,
     is_shown: bool = True,
 ) -> ProgressBar:
     """Returns a bar that counts the steps that are iterated, or the calls of its method `update`.
 
     A single step has no bar. It appears after `delay` seconds; where all ranks count alike,
-    `is_shown` is for rank 0. Its speed is without the `initial` steps, which were made before.
+    `is_shown` is for rank 0.
     """
     is_number = isinstance(steps, int)
     total = steps if is_number else length_hint(steps)
@@ -44,6 +43,5 @@ def progress_bar(
         disable=total == 1 or not is_shown or not sys.stderr.isatty(),
         unit=unit,
         unit_scale=total >= MANY,
-        initial=initial,
         delay=delay,
     )

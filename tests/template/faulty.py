@@ -37,7 +37,6 @@ import task
 import train
 from data import DataConfig, KnockoutDataset
 from optim import OptimConfig
-from predict_tables import GrowingTable
 from run_folder import RunFolder
 from task import KnockoutTask
 
@@ -248,7 +247,7 @@ def fill_disk_in_prediction() -> None:
     def fill(*arguments: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    call_before(GrowingTable, "append", fill)
+    call_before(predictor.Ensemble, "predict", fill)
 
 
 def predict_at_once(num_rows: str) -> None:
@@ -256,18 +255,9 @@ def predict_at_once(num_rows: str) -> None:
     predictor.MOST = int(num_rows)
 
 
-def die_after_appends(number: str) -> None:
-    """The process is killed where it would write rows again, with half a line written."""
-    calls = []
-
-    def die(table: GrowingTable, *arguments: object) -> None:
-        calls.append(arguments)
-        if len(calls) > int(number):
-            table.file.write(b"Y01,Y0")
-            table.file.flush()
-            kill_this_process("SIGKILL")
-
-    call_before(GrowingTable, "append", die)
+def die_in_prediction() -> None:
+    """The process is killed where it would predict the first rows."""
+    call_before(predictor.Ensemble, "predict", lambda *arguments: kill_this_process("SIGKILL"))
 
 
 def spawn_loader() -> None:

@@ -184,37 +184,6 @@ def test_home_and_variables_stand_for_folders(trained, predict, tmp_path, monkey
 
 
 # ---- Long predictions ----------------------------------------------------------------------------
-@pytest.mark.parametrize("more", [(), pytest.param(("--explain", "3"), marks=pytest.mark.slow)])
-def test_a_killed_prediction_goes_on_after_its_last_whole_row(trained, predict, tmp_path, more):
-    """With another number of processes, too, and to the same file."""
-    trained("run.name=run", "optim.lr=0.05")
-    command = ["all-pairs", str(newest_checkpoint(tmp_path / "runs/run")), *more]
-    predict(0, *command).check()
-    kind = "explained" if more else "predictions"
-    output = tmp_path / f"all-pairs.{kind}.tsv"
-    expected = output.read_text()
-    output.unlink()
-    faults = "predict_at_once:50 die_after_appends:7"
-    assert predict(0, *command, fault=faults).returncode == -9
-    assert not output.exists()
-    (partial,) = tmp_path.glob("*.partial")
-    *written, cut_off = partial.read_text().splitlines()
-    assert cut_off == "Y01,Y0"
-    num_done = 350
-    if more:  # a part of a row's lines
-        *written, _, last = written[:-1]
-        partial.write_text("\n".join([*written, last[:5]]))
-        num_done = 349
-    smaller = "data.batch_size=16"  # such as after a lack of memory
-    nproc = 0 if more else 2
-    result = predict(nproc, *command, smaller, fault="predict_at_once:50").check()
-    assert f"all-pairs.{kind}.tsv goes on after {num_done} of 435 rows" in result.stdout
-    assert "435 predictions written" in result.stdout
-    assert output.read_text().splitlines()[: len(written)] == written
-    assert_same_numbers(output.read_text(), expected)
-    assert not list(tmp_path.glob("*.partial"))
-
-
 def assert_same_numbers(text: str, expected: str) -> None:
     """Compares tables whose numbers may be rounded otherwise."""
     lines = text.splitlines()
@@ -224,27 +193,6 @@ def assert_same_numbers(text: str, expected: str) -> None:
         for cell, other in zip(line.split("\t"), expected_line.split("\t"), strict=True):
             if cell != other:
                 assert float(cell) == pytest.approx(float(other), rel=1e-4, abs=1e-6)
-
-
-def test_a_key_is_another_where_predictions_are(members, tmp_path, monkeypatch):
-    """Not by options that change no prediction but for rounding, which mend a killed one."""
-    monkeypatch.chdir(tmp_path)
-    command = ["ask.tsv", members[0]]
-    key = read_settings(command).key()
-    for option in (
-        *("data.batch_size=7", "model.message_passing=shared", "ddp.timeout_s=9"),
-        *("ddp.startup_timeout_s=9", "--rows=:99999999999999999999"),
-    ):
-        assert read_settings([*command, option]).key() == key
-    others = [[*command, "--parts"], [*command, "--explain=2"], [*command, members[1]]]
-    others += [["ask.tsv", members[1]], ["all-singles", members[0]]]
-    keys = {key, *(read_settings(other).key() for other in others)}
-    write_table(tmp_path / "ask.tsv", ASK[:-1])
-    keys.add(read_settings(command).key())
-    settings = read_settings(command)
-    settings.code = {"losses.py": "another"}
-    keys.add(settings.key())
-    assert len(keys) == 8
 
 
 def test_the_folder_of_a_run_may_be_called_as_an_option(trained, tmp_path, monkeypatch):
@@ -327,7 +275,7 @@ def test_a_line_that_is_wrong_is_found_before_the_first_prediction(trained, pred
     trained("run.name=run")
     rows = [(f"Y{k:02d}",) for k in range(20)]
     write_table(tmp_path / "ask.tsv", [("genes",), *rows, ("Y01=x",)])
-    result = predict(2, "ask.tsv", "runs/run", fault="predict_at_once:5 die_after_appends:0")
+    result = predict(2, "ask.tsv", "runs/run", fault="die_in_prediction")
     assert result.returncode == 2
     assert result.stderr.startswith("error: ask.tsv:22: ")
     assert not list(tmp_path.glob("*.partial"))
@@ -415,8 +363,6 @@ def test_predictions_that_cannot_be_written_are_one_sentence(trained, predict, t
         "fix that or change the working folder, and start again\n"
     )
     assert not (tmp_path / "all-pairs.predictions.tsv").exists()
-    result = predict(0, "all-pairs", "runs/run").check()
-    assert "all-pairs.predictions.tsv goes on after" in result.stdout
     assert not list(tmp_path.glob("all-pairs.predictions.tsv.*"))
 
 

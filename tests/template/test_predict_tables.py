@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ import torch
 from data import load
 from data_cells import Rows
 from data_tables import OF_GRAPH, Tables
-from ddp_setup import DDPConfig, Distributed
 from errors import DataError, UserError
 from predict_tables import (
-    GrowingTable,
     chunk_of,
     fields_of_graph,
     is_beyond,
@@ -213,66 +210,3 @@ def test_rows_and_nodes_that_a_checkpoint_knows_but_a_run_tests_are_counted(
     (tmp_path / "runs/default/graph.pt").unlink()
     (note,) = [note for note in same.notes() if file in note]
     assert note == f"{file}: whether it was trained on test rows, no graph.pt beside it tells"
-
-
-# ---- A growing table -----------------------------------------------------------------------------
-def begin(path: Path, key: str) -> GrowingTable:
-    return GrowingTable(path, "genes\n", key, 1, Distributed(DDPConfig()))
-
-
-def test_two_processes_do_not_write_one_table(tmp_path):
-    path = tmp_path / "a[1].tsv"
-    first = begin(path, "key")
-    for key in ("key", "another"):
-        with pytest.raises(UserError, match=r"another process is writing .*tsv: wait for it"):
-            begin(path, key)
-        (tmp_path / f"{path.name}.another.partial").unlink(missing_ok=True)
-    first.append(["x\n"], 1)
-    first.finish()
-    second = begin(path, "key")  # before the first one is closed
-    first.close()  # it is not this one's file that it removes
-    assert path.read_text() == "genes\nx\n"
-    second.append(["y\n"], 1)
-    second.finish()
-    second.close()
-    assert path.read_text() == "genes\ny\n"
-    begin(path, "key").close()  # without rows
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_table_that_was_begun_with_another_key_is_in_the_way(tmp_path):
-    path = tmp_path / "a.tsv"
-    first = begin(path, "key")
-    first.append(["x\n"], 1)
-    first.close()
-    with pytest.raises(UserError, match=r"a.tsv.key.partial was begun with another table"):
-        begin(path, "another")
-    assert first.partial.read_text() == "genes\nx\n"
-    first.partial.unlink()
-    begin(path, "another").close()
-
-
-def test_a_table_that_is_finished_meanwhile_is_neither_made_anew_nor_written(tmp_path, monkeypatch):
-    """Another process moves its file, and closes it, before this one has locked it."""
-    path = tmp_path / "a.tsv"
-    lock = GrowingTable._lock
-    glob = Path.glob
-
-    def find_one_more(folder: Path, pattern: str) -> list[Path]:
-        return [*glob(folder, pattern), tmp_path / "a.tsv.finished.partial"]
-
-    def finish_first(table: GrowingTable, partial: Path, mode: str) -> BinaryIO:
-        file = lock(table, partial, mode)
-        if mode == "a+b" and not path.exists():
-            partial.write_text("genes\nx\n")
-            partial.rename(path)
-        return file
-
-    monkeypatch.setattr(Path, "glob", find_one_more)
-    monkeypatch.setattr(GrowingTable, "_lock", finish_first)
-    table = begin(path, "key")
-    assert table.num_rows == 0
-    assert table.partial.exists()
-    table.close()
-    assert path.read_text() == "genes\nx\n"
-    assert list(tmp_path.iterdir()) == [path]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import run_changes
-from run_changes import code_digests, code_of_predictions, other_code
+from run_changes import code_digests, other_code
 from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
@@ -93,18 +93,6 @@ def test_files_that_only_one_side_has_are_named_but_for_those_of_parts(tmp_path,
     assert other_code({"code": ours}, ours) == ""
 
 
-def test_the_code_of_predictions_is_that_of_steps_and_of_what_predicts(tmp_path, monkeypatch):
-    """Whether or not this process has loaded it."""
-    monkeypatch.setattr(run_changes, "FOLDER", tmp_path)
-    (tmp_path / "layers").mkdir()
-    files = ("mine.py", "layers/__init__.py", "layers/gat.py", "predictor.py")
-    for name in (*files, "run_mine.py", "unloaded.py"):
-        (tmp_path / name).touch()
-    checkpoints = [{"code": {"mine.py": "1", "gone.py": "1"}}, {}]
-    checkpoints.append({"code": {"layers/__init__.py": "1", "layers/gat.py": "1"}})
-    assert code_of_predictions(checkpoints).keys() == set(files)
-
-
 def test_a_checkpoint_that_says_nothing_of_its_code_is_of_the_same():
     """One of a copy without this part has {}."""
     ours = {"task.py": "1"}
@@ -158,22 +146,6 @@ def test_a_checkpoint_that_says_nothing_of_its_code_is_taken_as_it_is(
     edit_checkpoints(folder, None)
     assert "other code" not in train(0).check().stdout
     assert "other code" not in predict(0, "all-singles", "runs/default").check().stdout
-
-
-def test_a_prediction_goes_on_by_the_same_code_alone(trained, predict, command, tmp_path):
-    """Neither by other code of the model, nor by another of what predicts."""
-    trained()
-    die = "predict_at_once:50 die_after_appends:2"
-    assert predict(0, "all-pairs", "runs/default", fault=die).returncode == -9
-    for file in ("losses.py", "predictor.py", "run_plots.py"):
-        copy = copy_code(tmp_path / file.removesuffix(".py"))
-        edit(copy / file)
-        result = command(0, copy / "predict.py", "all-pairs", "runs/default")
-        if file == "run_plots.py":  # which predicts nothing
-            assert "goes on after 100 of 435 rows" in result.check().stdout
-        else:
-            assert result.returncode == 2
-            assert " was begun with another table, other runs, options or code: " in result.stderr
 
 
 def test_a_prediction_by_other_code_than_that_of_the_run_is_noted(trained, predict, folder):

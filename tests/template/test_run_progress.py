@@ -136,13 +136,6 @@ def test_bars_of_others_in_this_process_are_as_tqdm_makes_them():
 
 
 # ---- What it says --------------------------------------------------------------------------------
-def test_a_resumed_job_is_as_fast_as_its_own_rows(clock, terminal):
-    with progress_bar(2_000_000, "predicting", unit="row", initial=1_000_000) as bar:
-        clock.now += 100
-        bar.update(100_000)
-    assert "1.10M/2.00M [01:40<15:00, 1.00krow/s]" in terminal.getvalue()
-
-
 def test_a_run_tells_its_time_left_by_its_own_steps_and_validations(clock):
     """Of a run that goes on after its tenth step."""
     folder = RunFolder(Config(), Distributed(DDPConfig()), origin=None)
