@@ -1,10 +1,9 @@
 """Benchmarks: `python -m tests.bench.NAME [--json FILE]` prints Markdown tables.
 
 masks: the mask kernel. step: a training step against masked copies of the graph. routes: only the
-states that change against all. host: the kernels of a step. program: train.py against a bare loop.
-tables: tables of millions of rows. scaling: the speed-up from more processes. ranks: the agreement
-of more processes. quality: predictions against what can be known without the model, whose baselines
-are in `baselines` and `profiles`. coverage: how often intervals hold what is true. Programs that
+states that change against all. host: the kernels of a step. tables: tables of millions of rows.
+quality: predictions against what can be known without the model, whose baselines are in `baselines`
+and `profiles`. coverage: how often intervals hold what is true. Programs that
 were run once are in the history of the repository, at the commits that README.md names.
 Contestants within one process are timed in turn, so that a slowdown of the machine affects all of
 them; quote the ratios.

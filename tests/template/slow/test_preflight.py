@@ -1,16 +1,14 @@
-"""Diagnostics outside of training: preflight, audits, scaling."""
+"""Diagnostics outside of training: preflight, audits."""
 
 import re
 import shutil
 import socket
-import sys
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from tests.bench.scaling import advice, fit_line, ring_ms
 from tests.template.fixtures import ROOT, fork, fork_ranks, join
 from tests.tools.audits import WatchOnGPU, placement
 
@@ -166,23 +164,3 @@ def test_the_audit_names_misplaced_tensors():
     ]
     assert "  optimizer state   5 on cpu, 1 on meta" in lines
     assert "  batch             1 on cpu" in lines
-
-
-def test_the_scaling_report(run):
-    options = ["--processes=2", "--preset=small", "--hidden=8", "--rounds=1"]
-    output = run([sys.executable, "-m", "tests.bench.scaling", *options]).check().stdout
-    assert "| weak    | 2 " in output
-    assert "| strong  | 2 " in output
-    assert "| ddp.options={static_graph: true}" in output
-    assert "| 1,024 " in output
-
-
-def test_the_parts_of_the_scaling_report():
-    latency, rate = fit_line([(size, 0.5 + size / 2e6) for size in (1e3, 1e5, 1e7)])
-    assert latency == pytest.approx(0.5) and rate == pytest.approx(2.0)
-    assert ring_ms(8e6, 4, 10.0, 1.0) == pytest.approx(6 * (0.01 + 2.0))
-    linear = nn.Linear(1, 1)
-    assert advice(0.1, 0.01, linear, 4) == []
-    sentences = advice(0.4, 0.2, nn.BatchNorm1d(1), 4)
-    assert [sentence.split(":")[0] for sentence in sentences] == ["advice"] * 3
-    assert advice(0.1, 0.01, nn.BatchNorm1d(1), 64) == []
