@@ -160,15 +160,8 @@ def report_of_run(folder: Path) -> tuple[dict, list[str]]:
 def report_of_runs(folders: list[Path]) -> tuple[dict, list[str]]:
     """Returns the result of `compare`, and the lines to print; raises `UserError`."""
     analysis, rows = metrics_of_runs(read_runs(folders))
-    overview = []
-    for name, results in analysis["results"].items():
-        options = {key: str(value) for key, value in analysis["options"][name].items()}
-        overview.append((name, options | results))
-    titles = {key: key for _, cells in overview for key in cells}
-    lines = text_table(overview, titles)
-    lines.append("")
-    for note in analysis["notes"]:
-        lines.append(f"note      {note}")
+    lines = [*table_of_options(analysis), ""]
+    lines += [f"note      {note}" for note in analysis["notes"]]
     runs = f"{len(folders)} runs"
     if "folds" in analysis:
         runs += f" of {len(analysis['folds'])} folds, each named by its first run"
@@ -247,23 +240,24 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
     configs = {name: config_of(Path(name)) for name in members}
     losses = {config.optim.loss for config in configs.values()}
     loss = losses.pop() if len(losses) == 1 else "squared"  # whose ensemble is the mean
-    folds = folds_of(members)
+    folds = folds_of(members)  # the runs of each, by the first of them
     of_folds = {}
-    for name, names in folds.items():
-        of_folds[name] = ensemble_of([members[name] for name in names], loss)
+    for first, names in folds.items():
+        of_folds[first] = ensemble_of([members[name] for name in names], loss)
     rows = together(list(of_folds.values()))
-    rivals = rivals_or_reason(rows, {name: configs[name] for name in folds})
+    rivals = rivals_or_reason(rows, {first: configs[first] for first in folds})
     analysis = about_runs(configs)
-    if len(folds) > 1:
+    if len(folds) == 1:  # runs of the same test rows
+        analysis["results"] = best_first(analysis["results"])
+        analysis |= metrics_of_each(members, loss)
+        analysis["ensemble"] = metrics_of_all(rows, loss)
+        analysis["best_two"] = difference_of_best(members, loss)
+        analysis |= rivals
+    else:
         analysis |= metrics_of_each(of_folds, loss)
         analysis["folds"] = folds
         analysis["all_folds"] = metrics_by_group(rows, loss) | rivals
-        return analysis, rows
-    analysis["results"] = best_first(analysis["results"])
-    analysis |= metrics_of_each(members, loss)
-    analysis["ensemble"] = metrics_of_all(rows, loss)
-    analysis["best_two"] = difference_of_best(members, loss)
-    return analysis | rivals, rows
+    return analysis, rows
 
 
 def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
@@ -297,10 +291,10 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
         return {"no_rivals": "analyse_rivals.py, which fits it, is not here"}
     from analyse_rivals import pair_rival, rivals
 
-    of_folds = []
+    of_folds = []  # predictions of a fold's rivals, by name
     genes = []
     for folder, config in configs.items():
-        loss = config.optim.loss
+        loss = config.optim.loss  # that of all folds, or all are of scores of one kind
         try:
             tables = tables_of(config.data, Path(folder))
         except UserError as error:
@@ -311,8 +305,8 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
         return {"no_rivals": "test.tsv has other rows, or in another order, than the run tested"}
     predictions = {}
     for name in chain.from_iterable(of_folds):
-        each = [fold.get(name, fold["sum of effects"]) for fold in of_folds]
-        predictions[name] = torch.cat(each)
+        of_name = [fold.get(name, fold["sum of effects"]) for fold in of_folds]
+        predictions[name] = torch.cat(of_name)
     return {"rivals": metrics_of_rivals(rows, predictions, loss)}
 
 
@@ -441,6 +435,16 @@ def table(analysis: dict, rivals: Collection[str]) -> list[str]:
     if len(targets) > SHOWN:
         text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
     return text
+
+
+def table_of_options(analysis: dict) -> list[str]:
+    """Returns the lines of a table of runs: options and code in which they differ, and results."""
+    rows = []
+    for run, results in analysis["results"].items():
+        options = {key: str(value) for key, value in analysis["options"][run].items()}
+        rows.append((run, options | results))
+    titles = {name: name for _, cells in rows for name in cells}
+    return text_table(rows, titles)
 
 
 def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
