@@ -152,7 +152,7 @@ def log_to_console() -> Iterator[None]:
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    warnings_so_far.buffer.clear()
+    warnings_so_far.texts.clear()
     logger = logging.getLogger()
     level = logger.level
     raises = logging.raiseExceptions

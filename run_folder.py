@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,21 @@ from run_checkpoint import (
 )
 
 log = logging.getLogger("run_folder")
-warnings_so_far = MemoryHandler(capacity=1)  # of this process, in its `buffer`, without a target
-warnings_so_far.setLevel(logging.WARNING)
+
+
+class Warnings(logging.Handler):
+    """Keeps the texts of warnings, each once, while it is a handler of a logger."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = {}  # whose keys they are, in order
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            self.texts[record.getMessage()] = None
+
+
+warnings_so_far = Warnings()  # of this process
 
 
 @dataclass(frozen=True)
@@ -339,9 +351,8 @@ class RunFolder:
         """Writes status.json, with the step of the last checkpoint and the warnings so far."""
         if self.ddp.rank != 0:
             return
-        records = [each for each in warnings_so_far.buffer if each.levelno == logging.WARNING]
-        texts = dict.fromkeys(record.getMessage() for record in records)  # each once
-        row = {"state": state, **self.saved, "reason": reason, "warnings": list(texts)}
+        warnings = list(warnings_so_far.texts)
+        row = {"state": state, **self.saved, "reason": reason, "warnings": warnings}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 
