@@ -360,12 +360,14 @@ def resampled(
     """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
 
     The resamples are those of `resampled_pearson`. A row counts by its weight as often as it is
-    drawn.
+    drawn. It is nan where all rows have the same clusters, as no other ones can be drawn.
     """
     if metric is metrics.pearson:
         prediction = predictions["prediction"]
         return resampled_pearson(rows.y, prediction, cluster, resamples, rows.row_weight)
     pairs, pair, num_clusters = pairs_of_clusters(cluster)
+    if len(pairs) < 2:
+        return rows.y.new_full((resamples,), math.nan)
     values = []
     for counts in drawn_pairs(pairs, num_clusters, resamples):
         for count in counts[:, pair].unsqueeze(2):  # [n, 1]

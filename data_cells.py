@@ -31,6 +31,7 @@ ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
 GZIP = b"\x1f\x8b"  # what such a file begins with
 CHUNK = 2**20  # cells of a table that are parsed at once
+csv.field_size_limit(2**31 - 1)  # of a cell, which may name all nodes
 
 
 @dataclass
@@ -74,9 +75,12 @@ class Rows:
         return table
 
     def names(self, column: str) -> list[str]:
+        """Returns a column of names, stripped; raises `DataError`, also for a tab in quotes."""
         names = [cell.strip() for cell in self.cells[column]]
-        if "" in names:
-            raise self.error(names.index(""), column, "is empty")
+        for name in dict.fromkeys(names):
+            if name == "" or "\t" in name:
+                problem = "has a tab, which separates cells: rename it" if name else "is empty"
+                raise self.error(names.index(name), column, problem)
         return names
 
     def node_names(self, column: str) -> list[str]:
@@ -115,6 +119,10 @@ class Rows:
         texts = ",".join(filled).split(",") if filled else []
         text_number = {}
         text = number_names(texts, text_number)
+        for one in text_number:
+            if "\t" in one:
+                problem = f"have {one!r:.60}: a tab separates cells, rename the node"
+                raise self.error(int(row[texts.index(one)]), "genes", problem)
         parsed = list(map(split_level, text_number))
         names = [name for name, _ in parsed]
         level_of_text = torch.tensor([level for _, level in parsed], dtype=torch.float64)
@@ -245,8 +253,9 @@ def read_header(
             advice += ", with cells separated by tabs, not commas, semicolons or blanks"
         raise DataError(f"{path}:1: the header is {text!r:.60}: {advice}")
     for number, name in enumerate(header, 1):
-        if not name:
-            raise DataError(f"{path}:1: column {number} has no name: remove it, or name it")
+        if not name or "\t" in name:
+            problem = "a tab in its name" if name else "no name"
+            raise DataError(f"{path}:1: column {number} has {problem}: remove it, or name it")
         if header.count(name) > 1:
             raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
     return header

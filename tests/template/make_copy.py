@@ -24,7 +24,7 @@ from errors import UserError  # noqa: E402
 from tests.template.parts_list import PARTS, Part, num_lines  # noqa: E402
 
 PATTERNS = ("*.py", "*.yaml", "*.toml", "requirements*.txt", "launch.sh", "LICENSE", ".gitignore")
-PATTERNS += (".github/workflows/*.yml",)
+PATTERNS += (".gitattributes", ".github/workflows/*.yml")
 PATTERNS += ("example/*", "docs/**/*", "tests/*.py", "tests/tools/*")
 STAYS = {"measured.md"}  # what was measured of the template
 # In launch.sh, the command of this module: its line of the usage, its call, its function.
