@@ -31,9 +31,7 @@ FEW_TARGETS = 20  # up to which each is looked at by itself
 FEW_VALUES = 10  # rows or values, below which nothing is said of them
 PERCENT = 10  # the largest level, from which on levels above 1 alone may be percentages
 FEW_RELATIONS = 20  # up to which their names may be numbers
-FEW = 0.1  # share up to which names are not as nearly all others; or rows count, by their weights
-MORE = 1.5  # times the rows of any node with an edge, from which on a name is none
-SHORT = 3  # letters of a name, below which it is a part of others by chance
+FEW = 0.1  # share of the rows, up to which they count by their weights
 SHOWN = 10  # names in a note
 # In the `words_of` a column that is beside scores, but is none.
 NO_SCORE = re.compile(
@@ -64,7 +62,6 @@ def notes_on(
     connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
     yield from notes_on_relations(tables, edges)
     yield from notes_on_knocked_out(tables, perturbations, connected)
-    yield from notes_on_controls(tables, perturbations, connected)
     yield from notes_on_levels(tables, perturbations, row)
     if features:
         yield from notes_on_features(tables, features, described)
@@ -269,39 +266,11 @@ def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> It
     known = set(connected)
     perturbed = [tables.genes[node] for node in tables.perturbed.unique().tolist()]
     unknown = [name for name in perturbed if name not in known]
-    meaning_of = meanings(unknown, connected, perturbed)
+    meaning_of = meanings(unknown, connected)
     are_most = 2 * len(unknown) >= len(perturbed) > 0
     if are_most or meaning_of:
         count = f"{len(unknown):,} of {len(perturbed):,} knocked-out nodes have no edge"
         yield f"{path}: {text_on_names(count, are_most, unknown, meaning_of)}"
-
-
-def notes_on_controls(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields notes on names that may be controls: without an edge, but in more rows than any node.
-
-    Nearly all other names must have one. Names that only differ in the number at their end count
-    together if they have a tenth of the rows.
-    """
-    is_known = torch.bincount(tables.edge_index.flatten(), minlength=len(tables.genes)) > 0
-    count = torch.bincount(tables.perturbed, minlength=len(tables.genes))
-    unknown = ((count > 0) & ~is_known).nonzero().flatten().tolist()
-    known_stems = {stem_of(name) for name in connected} if unknown else set()
-    groups = defaultdict(list)
-    for node in unknown:
-        stem = stem_of(tables.genes[node])
-        groups[tables.genes[node] if stem in known_stems else stem].append(node)
-    most_others = FEW * (count > 0).sum()
-    for nodes in groups.values():
-        num_rows = count[nodes].sum()
-        least = FEW_VALUES if len(nodes) == 1 else FEW * len(tables.y)
-        is_more = num_rows > MORE * (count * is_known).max()
-        if is_more and num_rows >= least and len(unknown) - len(nodes) <= most_others:
-            names = some_names([tables.genes[node] for node in nodes], {})
-            yield (
-                f"{path}: {names} without an edge, as nearly all others have one, stands in "
-                f"{num_rows:,} rows, more than any node: if it is a control, leave it out, as an "
-                "intact sample has an empty cell; if it is a node, give it an edge, such as a loop"
-            )
 
 
 def text_on_names(
@@ -319,13 +288,8 @@ def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
     return f"{', '.join(shown[:SHOWN]):.500}"
 
 
-def meanings(
-    unknown: Sequence[str], nodes: Sequence[str], beside: Sequence[str] = ()
-) -> dict[str, str]:
-    """Returns the probable meaning of names that are no nodes: a node, or a spreadsheet's date.
-
-    `beside` are all names of their table.
-    """
+def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
+    """Returns the probable meaning of names that are no nodes: a node, or a spreadsheet's date."""
     node_of = {without_signs(node): node for node in reversed(nodes)}  # the first of a spelling
     node_of.pop("", None)
     nodes_of_month = defaultdict(list)
@@ -333,7 +297,7 @@ def meanings(
         nodes_of_month[month_of(node)].append(node)
     known = set(nodes)
     have_number = any(map(str.isdigit, nodes))
-    meaning_of = nodes_within(unknown, nodes, beside)
+    meaning_of = {}
     for name in unknown:
         _, joined = nodes_joined(name, known)
         same = node_of.get(without_signs(name))
@@ -346,46 +310,6 @@ def meanings(
         elif name.isdigit() and len(name) < 3 and not have_number:
             meaning_of[name] = "part of a name with a comma"
     return meaning_of
-
-
-def nodes_within(
-    unknown: Sequence[str], nodes: Sequence[str], beside: Sequence[str]
-) -> dict[str, str]:
-    """Returns names that begin or end with a node's, such as A-KO and sgA, with that node.
-
-    Two nodes, or three if no sign parts it, must have the same text, numbers aside, and no two
-    nodes may differ by it. Few such names are others if most of their nodes stand `beside` them, as
-    TP53 beside TP53-AS1.
-    """
-    known = set(nodes)
-    nodes_of = defaultdict(dict)  # by form
-    for name in unknown:
-        form, node = form_of(name, known)
-        if node:
-            nodes_of[form][name] = node
-    usual = {form_of(node, known)[0] for node in nodes if nodes_of}
-    meaning_of = {}
-    for form, node_of in nodes_of.items():
-        found = set(node_of.values())
-        are_few = len(found) < FEW * len(beside)
-        are_others = are_few and 2 * len(found.intersection(beside)) > len(found)
-        are_others |= re.fullmatch(r"\*[\W_][A-Z]", form) is not None  # as YAL001C-A
-        fewest = 2 if re.search(r"[\W_]\*|\*[\W_]", form) else 3
-        if len(found) >= fewest and form not in usual and not are_others:
-            meaning_of |= node_of
-    return meaning_of
-
-
-def form_of(name: str, nodes: Container[str]) -> tuple[str, str]:
-    """Returns a name with `*` in place of the longest node at an end, such as `*-g0`, and the node.
-
-    All numbers in the form are 0. No part of a number is left out. Without a node, both are "".
-    """
-    for size in range(len(name) - 1, SHORT - 1, -1):
-        for node, form in ((name[:size], "*" + name[size:]), (name[-size:], name[:-size] + "*")):
-            if node in nodes and not re.search(r"\*\d|\d\*", form):
-                return re.sub(r"\d+", "0", form), node
-    return "", ""
 
 
 def nodes_joined(name: str, nodes: Container[str]) -> tuple[str, list[str]]:
@@ -406,11 +330,6 @@ def without_signs(name: str) -> str:
     plain = unicodedata.normalize("NFKC", name).casefold()
     pieces = re.split(rf"(?<=\d){SIGNS}(?=\d)", plain)
     return " ".join(re.sub(SIGNS, "", piece) for piece in pieces)
-
-
-def stem_of(name: str) -> str:
-    """Returns a name without the number at its end, and the signs before it."""
-    return re.sub(r"[\W_]*\d[\d\W_]*$", "", name)
 
 
 def words_of(name: str) -> str:
