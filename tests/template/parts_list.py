@@ -67,44 +67,46 @@ PARTS = [
     Part(
         "pairs",
         ("model_pairs.py", "predict_pairs.py"),
-        loss="the local readout does not see what knocked-out nodes share",
+        loss="the model does not use what knocked-out nodes have in common",
     ),
     Part(
         "nodes",
         ("model_nodes.py",),
-        loss="no effects on nodes as scores",
+        loss="no prediction of scores for each node, such as expression profiles",
     ),
     Part(
         "graphs",
         ("model_graphs.py",),
-        loss="steps on a GPU are launched kernel by kernel",
+        loss="training steps on a GPU are eager",
     ),
     Part(
         "reach",
         ("model_reach.py",),
-        loss="a CPU computes the states of all nodes, also in the first layer, which `shared` "
-        "plans by it: last digits of fp32 differ",
+        loss="a CPU computes the states of all nodes, also in the first layer; fp32 results differ "
+        "in their last digits",
     ),
     Part(
         "copies",
         ("mask_copies.py",),
-        loss="no layers with values for each edge",
+        loss="no layers that need a value for each edge",
     ),
     Part(
         "predict",
         ("predict.py", "predict_*.py", "predictor.py"),
         loss="no predictions of other tables",
     ),
-    Part("explain", ("predict_explain.py", "predict_pairs.py"), loss="no reasons of predictions"),
+    Part(
+        "explain", ("predict_explain.py", "predict_pairs.py"), loss="no explanations of predictions"
+    ),
     Part(
         "analyse",
         ("analyse.py", "analyse_*.py"),
-        loss="test.tsv and the log alone say how good a run is",
+        loss="results of a run are only in test.tsv and the log",
     ),
     Part(
         "notes",
         ("data_notes.py",),
-        loss="fewer hints on what may be wrong with tables",
+        loss="fewer warnings about likely mistakes in tables",
     ),
     Part(
         "cache",
@@ -114,32 +116,32 @@ PARTS = [
     Part(
         "transfer",
         ("run_transfer.py",),
-        loss="no start from the parameters of another run",
+        loss="no initialisation from the parameters of another run",
     ),
     Part(
         "changes",
         ("run_changes.py",),
-        loss="a resumed run names no changed options and code, and ranks may have different code",
+        loss="changed options and code are not detected, neither on resuming nor between ranks",
     ),
     Part("plots", ("run_plots.py",), loss="no curves.svg and no test.svg"),
     Part(
         "watchdog",
         ("ddp_watchdog.py",),
-        loss="a hang ends by the process group's timeout, which names no rank",
+        loss="a hang ends by the timeout of the process group, which does not name the rank",
     ),
     Part(
         "threads",
         ("ddp_threads.py",),
-        loss="as many threads as torch and torchrun choose, and no notes on the machine",
+        loss="torch and torchrun choose the number of threads; no notes on the machine",
     ),
     Part(
         "machines",
         ("ddp_machines.py",),
-        loss="no check of machines before a long run; torchrun by hand on each of several",
+        loss="no preflight; on several machines, torchrun must be started by hand on each",
     ),
     Part(
         "checks",
         ("tests/check.py", "tests/tools"),
-        loss="no checks of an edited copy: processes, devices, waits, faults; no pretended GPU",
+        loss="no checks of an edited copy for parity, devices, waits and faults; no simulated GPU",
     ),
 ]

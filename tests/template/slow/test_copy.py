@@ -176,7 +176,8 @@ def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_
     block = block.replace("git merge template", MERGE).replace("./launch.sh test\n", "")
     script = f". {ROOT}/tests/template/slow/owner.sh {ROOT} {OLD}\n{block}"
     run(["bash", "-euc", script], PATH=PATH).check()
-    assert (tmp_path / "conflicts").read_text().split() == ["losses.py", "metrics.py"]
+    conflicts = (tmp_path / "conflicts").read_text().split()
+    assert conflicts == ["config.yaml", "losses.py", "metrics.py"]
     mine = tmp_path / "mine"
     assert (mine / "tests/check.py").exists() and not (mine / "predict_explain.py").exists()
     _, rows = train(mine, "optim.epochs=1")
