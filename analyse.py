@@ -1,27 +1,28 @@
-"""Prints the test metrics of a run beside its rivals, or of several runs, alone and together.
+"""Prints the test metrics of a run and of its rivals, or compares several runs and their ensemble.
 
-    python analyse.py runs/s0                     # a run
-    python analyse.py runs/s0 runs/s1 runs/s2     # one by one, and together
+    python analyse.py runs/s0                     # a run and its rivals
+    python analyse.py runs/s0 runs/s1 runs/s2     # each run, and the ensemble
     python analyse.py runs/fold*                  # a cross-validation
-    python analyse.py runs/s0 --json              # for a program
+    python analyse.py runs/s0 --json              # output for a program
 
-It prints a table with the metrics of all test rows and of groups of them, each beside that of the
-rival in test.tsv and with the 95 % interval of the difference. A second table has the metrics of
-more rivals, which predict the same rows without the model. It writes test.json and a plot,
-test.svg, into the run folder.
+For one run, the first table has the metrics of all test rows and of groups of test rows. Each
+metric is reported with that of the rival in test.tsv and with the 95 % interval of the difference.
+The second table has the metrics of more rivals, which predict the same rows without the model. The
+command writes test.json and a plot, test.svg, into the run folder.
 
-Of several runs, it writes no file. It prints a line for each, the best in validation first: options
-and code in which they differ, best step and metrics. Then follow the metrics of each and of their
-mean prediction, and the 95 % interval of the difference of the best two.
+For several runs, it writes no file. The first table lists the options and code files in which the
+runs differ, and the best step and metrics of each run, best validation metric first. The second
+table has the metrics of each run and of the ensemble, which predicts the mean of the runs. Below
+it is the 95 % interval of the difference of the two best runs.
 
-Of runs with other test rows, which are folds, there follow the metrics of each fold, and those of
-all rows together as of one run. Runs of one fold count as their mean prediction.
+Runs with different test rows are folds. For these, it prints the metrics of each fold, and those of
+all test rows of all folds, as for one run. Several runs of one fold are replaced by their ensemble.
 
-With `--json` it prints a JSON object and nothing else, of one run the content of test.json; null is
-a number that is not defined. From Python, use `analyse_run` and `compare`.
-
-Shapes: n rows of T targets. Where `rivals` are names, they are those in test.tsv.
+With `--json`, it prints only a JSON object, which for one run is the content of test.json. Numbers
+that are not defined are null. From Python, use `analyse_run` and `compare`.
 """
+
+# Shapes: n rows of T targets. Where `rivals` are names, they are those in test.tsv.
 
 import json
 import math
@@ -75,7 +76,7 @@ from run_folder import read_metrics, read_status
 from run_results import row_labels
 
 SHOWN = 20  # targets printed at most
-NO_RIVAL = "test.tsv has no rival: groups of rows have no difference from one (see model.start)"
+NO_RIVAL = "test.tsv has no rival, so there are no differences for groups of rows (see model.start)"
 DIFFERENCE = "difference (95 %)"
 # Titles of the columns behind those of `METRICS` and their rivals.
 TITLES = {
@@ -84,7 +85,7 @@ TITLES = {
     "spearman": "Spearman",
     "r2": "R2",
     "ceiling_r2": "R2 ceiling",
-    "r2_of_ceiling": "share of it",
+    "r2_of_ceiling": "share of ceiling",
     "mse": "MSE",
     "auroc": "AUROC",
     "average_precision": "avg. precision",
@@ -113,7 +114,7 @@ def read_arguments(arguments: Sequence[str] | None) -> Namespace:
     """Returns the arguments of a command line; raises `UserError`."""
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
-    parser.add_argument("--json", action="store_true", help="print a JSON object in place of text")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parsed = parser.parse_args(arguments)
     parsed.runs = [Path(expand_path(run)) for run in parsed.runs]
     return parsed
@@ -164,7 +165,7 @@ def report_of_runs(folders: list[Path]) -> tuple[dict, list[str]]:
     lines += [f"note      {note}" for note in analysis["notes"]]
     runs = f"{len(folders)} runs"
     if "folds" in analysis:
-        runs += f" of {len(analysis['folds'])} folds, each named by its first run"
+        runs += f" of {len(analysis['folds'])} folds, each fold named after its first run"
     lines.append(f"{runs}: {rows.counts()}")
     lines += lines_of_runs(analysis, rows.rivals)
     return analysis, lines
@@ -220,7 +221,9 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
     if not isinstance(runs, str | Path):
         folders = [Path(run) for run in runs]
     if len(folders) < 2:
-        raise UserError(f"compare takes a list of two runs or more, not {runs!r}: see analyse_run")
+        raise UserError(
+            f"compare needs a list of at least two runs, not {runs!r}: for one run, use analyse_run"
+        )
     analysis, _ = metrics_of_runs(read_runs(folders))
     return analysis
 
@@ -288,7 +291,7 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
     the tables, which must be those of test.tsv, one by one.
     """
     if not is_here("analyse_rivals"):
-        return {"no_rivals": "analyse_rivals.py, which fits it, is not here"}
+        return {"no_rivals": "this copy does not have analyse_rivals.py"}
     from analyse_rivals import pair_rival, rivals
 
     of_folds = []  # predictions of a fold's rivals, by name
@@ -302,7 +305,7 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
         of_folds.append(rivals(tables, loss) | pair_rival(tables, loss, config.data.cache_dir))
         genes += [label.partition("\t")[0] for label in row_labels(tables, "test")]
     if genes != rows.genes:
-        return {"no_rivals": "test.tsv has other rows, or in another order, than the run tested"}
+        return {"no_rivals": "the rows of test.tsv are not the test rows of the tables"}
     predictions = {}
     for name in chain.from_iterable(of_folds):
         of_name = [fold.get(name, fold["sum of effects"]) for fold in of_folds]
@@ -316,8 +319,10 @@ def read_run(folder: Path) -> Results:
     file = folder / "test.tsv"
     state = read_status(folder).get("state", "finished")
     if state != "finished" and not os.path.exists(file):
-        problem = f"{folder} has no test.tsv, as it is {state}"
-        raise UserError(f"{problem}: wait, or start it again, which resumes it")
+        raise UserError(
+            f"{folder} has no test.tsv, because the run is {state}: wait until it has finished, or "
+            "repeat its command to resume it"
+        )
     return read_results(file)
 
 
@@ -330,13 +335,15 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
     places = set()
     for folder in folders:
         if folder.resolve() in places:
-            raise UserError(f"{folder} is named twice: name each run once")
+            raise UserError(f"{folder} is listed twice: list each run once")
         places.add(folder.resolve())
     members = {str(folder): read_run(folder) for folder in folders}
     losses = {config_of(folder).optim.loss: folder for folder in folders}
     if len({LOSSES[loss].is_binary for loss in losses}) > 1:
         of_each = [f"{folder} has optim.loss={loss}" for loss, folder in losses.items()]
-        raise UserError(f"{', '.join(of_each)}: one is of scores of 0 and 1, compare them apart")
+        raise UserError(
+            f"{', '.join(of_each)}: runs with binary scores cannot be compared with others"
+        )
     if len(losses) > 1:
         for folder, rows in members.items():
             members[folder] = replace(rows, predictions={"prediction": rows.prediction})
@@ -349,8 +356,8 @@ def config_of(folder: Path) -> Config:
         return load_config([folder / "config.yaml"])
     except UserError as error:
         raise UserError(
-            f"{error}; {folder} is a run of another version of the template: "
-            "analyse it with that one, or repeat it"
+            f"{error}; {folder} was created by another version of the template: "
+            "analyse it with that version, or train it again"
         ) from None
 
 
@@ -365,7 +372,7 @@ def tables_of(config: data.DataConfig, folder: Path) -> Tables:
 # ---- Text ----------------------------------------------------------------------------------------
 def columns_beside(rivals: Collection[str]) -> dict[str, str]:
     """Returns the names and titles of all columns, those of rivals behind the model's."""
-    titles = {"n": "rows", "rows": "with those without a score", "pearson": "Pearson"}
+    titles = {"n": "rows", "rows": "all rows", "pearson": "Pearson"}
     for rival in rivals:
         titles[f"{rival}_pearson"] = rival
     titles["gain"] = DIFFERENCE
@@ -386,8 +393,8 @@ def lines_of_run(analysis: dict, rivals: Collection[str]) -> list[str]:
     lines = table(analysis, rivals)
     if rivals or "rivals" in analysis:
         lines.append(
-            f"95 % of {analysis['resamples']:,} samples of {analysis['sets_drawn']:,} sets of "
-            f"genes and {analysis['genes_drawn']:,} unseen genes, each with all its rows"
+            f"95 % intervals from {analysis['resamples']:,} bootstrap samples of clusters: "
+            f"{analysis['sets_drawn']:,} sets of genes and {analysis['genes_drawn']:,} unseen genes"
         )
     return lines + lines_of_rivals(analysis, rivals)
 
@@ -395,7 +402,7 @@ def lines_of_run(analysis: dict, rivals: Collection[str]) -> list[str]:
 def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     """Returns the metrics of several runs or folds, alone and together, as lines."""
     rows = [*analysis["figures"].items()]
-    rows += [("mean of these", analysis["mean"]), ("standard deviation", analysis["sd"])]
+    rows += [("mean", analysis["mean"]), ("standard deviation", analysis["sd"])]
     if "folds" in analysis:
         lines = text_table(rows, columns_beside(rivals))
         return [*lines, "", "all folds together:", *lines_of_run(analysis["all_folds"], rivals)]
@@ -406,7 +413,9 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     difference = cell(best_two["difference"])
     interval = cell(best_two["gain"])
     metric = columns_beside(rivals)[first_metric(analysis["ensemble"])]
-    lines.append(f"best two, {best} less {second}: {metric} {difference}, 95 % {interval}")
+    lines.append(
+        f"best two runs, {best} minus {second}: {metric} {difference}, 95 % interval {interval}"
+    )
     return lines + lines_of_rivals(analysis, rivals)
 
 
@@ -414,7 +423,7 @@ def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
     """Returns the metrics of the rivals as lines, or a line that says why they are not known."""
     if "no_rivals" in analysis:
         reason = analysis["no_rivals"]
-        return [f"no comparison with what can be said without the model: {reason}"]
+        return [f"no comparison with predictions that do not use the model: {reason}"]
     lines = [] if rivals else [NO_RIVAL]
     return [*lines, "", *table_of_rivals(analysis["rivals"])]
 
@@ -433,7 +442,7 @@ def table(analysis: dict, rivals: Collection[str]) -> list[str]:
     rows += list(targets.items())[:SHOWN]
     text = text_table(rows, columns_beside(rivals))
     if len(targets) > SHOWN:
-        text.append(f"and {len(targets) - SHOWN:,} more scores, which are in test.json")
+        text.append(f"and {len(targets) - SHOWN:,} more scores, see test.json")
     return text
 
 
@@ -455,13 +464,15 @@ def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
     """
     strongest = next(iter(rivals))
     of_strongest = rivals[strongest]
-    low, high = of_strongest[name_of_gain(first_metric(of_strongest))]
-    place = "not clearly above it"
+    metric = first_metric(of_strongest)
+    low, high = of_strongest[name_of_gain(metric)]
+    place = "not clearly higher"
     if round(low, 4) > 0:
-        place = "above it"
+        place = "higher"
     if round(high, 4) < 0:
-        place = "below it"
-    sentence = f"strongest without the model: {strongest}; the model is {place}"
+        place = "lower"
+    title = columns_beside([])[metric]
+    sentence = f"strongest rival: {strongest}; the model's {title} is {place}"
     return [*text_table(list(rivals.items()), columns_beside([])), sentence]
 
 

@@ -123,7 +123,7 @@ class Results:
     def counts(self) -> str:
         """Returns the numbers of rows and scores as a text, and whether rows have weights."""
         text = f"rows {len(self.y):,}, scores {len(self.targets):,}"
-        return text if self.weight is None else f"{text}; rows count by weight"
+        return text if self.weight is None else f"{text}; rows are weighted"
 
 
 def level_of(name: str) -> str:
@@ -148,11 +148,13 @@ def read_results(path: Path) -> Results:
                 line_number += 1
                 cells = line.rstrip("\n").split("\t")
                 if len(cells) != len(header):
-                    raise ValueError(f"{len(cells)} cells under {len(header)} columns")
+                    raise ValueError(f"{len(cells)} cells, but the header has {len(header)}")
                 genes.append(cells[0])
                 counts = [int(count) for count in cells[1].split(",")]
                 if len(counts) not in (1, len(targets)):
-                    raise ValueError(f"{len(counts)} numbers of unseen genes")
+                    raise ValueError(
+                        f"{len(counts)} numbers of unseen genes for {len(targets)} scores"
+                    )
                 unseen.append(torch.tensor(counts).expand(len(targets)))
                 unseen_genes.append(cells[2])
                 weights.extend(map(float, cells[3 : len(of_rows)]))
@@ -161,10 +163,10 @@ def read_results(path: Path) -> Results:
                 raise ValueError("there are no rows")
     except OSError as error:
         problem = f"cannot read {path}: {reason_of(error)}"
-        raise UserError(f"{problem}; name the folder of a run that has finished") from None
+        raise UserError(f"{problem}: give the folder of a run that has finished") from None
     except ValueError as error:
         raise UserError(
-            f"{path}:{line_number}: {error}; start the run again, which writes it anew"
+            f"{path}:{line_number}: {error}: repeat the command of the run to write the file again"
         ) from None
     scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), -1)
     y, *columns = scores.movedim(2, 0).contiguous()
@@ -200,8 +202,8 @@ def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str],
     suffixes = [name.removeprefix(columns[0]) for name in columns[:num_columns]]
     expected = [target + suffix for target in targets for suffix in suffixes]
     if not targets or header != [*of_rows, *expected]:
-        names = "genes, unseen, unseen_genes, and as many columns for each score"
-        raise ValueError(f"the header is not {names}, which analyse_results.py expects")
+        names = "genes, unseen, unseen_genes and the same columns for each score"
+        raise ValueError(f"the header is not {names}")
     names = [suffix.removeprefix("_") for suffix in suffixes[1:]]
     predicted = [name.removeprefix(OUTPUT) for name in names if f"{name}_".startswith(OUTPUT)]
     return of_rows, targets, predicted, names[len(predicted) :]
@@ -224,9 +226,9 @@ def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
         num_folds.update({key for key in keys if "," not in key[2]})
     if len(tables) > 1 or max(num_folds.values(), default=0) > 1:
         raise UserError(
-            f"{', '.join(folds)} have neither the same test rows, columns and unseen nodes, nor "
-            "other rows throughout: compare runs of one table and split, or of folds with one "
-            "data.split_seed, such as data.fold=0/5 and 1/5"
+            f"{', '.join(folds)} share some test rows but not all, or have different columns: "
+            "compare runs with the same table and split, or folds with the same data.split_seed, "
+            "such as data.fold=0/5 and 1/5"
         )
     return folds
 

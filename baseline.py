@@ -57,9 +57,12 @@ class Baseline:
         """Returns sentences for the log on what was not tried, and what a run does not use."""
         notes = []
         if not self.is_combined:
-            notes.append("the baseline is a sum of effects, as the table is large")
+            notes.append("the table is large, so the baseline is a plain sum of effects")
         if task.config.model.readout == "global" or task.criterion.starts_from_mean:
-            notes.append("by model.readout or optim.loss, training starts from the mean")
+            notes.append(
+                "with this model.readout or optim.loss, training starts from the mean, not from "
+                "the baseline"
+            )
         return notes
 
     def in_basis(self, basis: Tensor) -> "Baseline":

@@ -39,8 +39,8 @@ DEFAULTS = Path(__file__).with_name("config.yaml")
 NO_PATH = ("null", "~", "None")  # which people write for no file
 MOST = 2**63 - 1  # of a number
 ONE_WORD = (
-    "write an option as one word, such as optim.lr=0.1, and in quotes if it has blanks, brackets "
-    "or braces, such as 'data.scores=[a, b]'"
+    "write each option as a single argument, such as optim.lr=0.1; put it in quotes if it contains "
+    "spaces, brackets or braces, such as 'data.scores=[a, b]'"
 )
 NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
@@ -58,9 +58,12 @@ class Config:
 
     def __post_init__(self):
         if self.run.init and self.run.resume != "auto":
-            raise ValueError("run.init and run.resume exclude each other: set one of them")
+            raise ValueError("run.init and run.resume cannot be combined: set only one of them")
         if self.run.init and not self.ddp.options.get("init_sync", True):
-            raise ValueError("run.init excludes ddp.options={init_sync: false}: set one of them")
+            raise ValueError(
+                "run.init and ddp.options={init_sync: false} cannot be combined: set only one of "
+                "them"
+            )
 
     def options(self) -> dict[str, Any]:
         """Returns {"section.key": value} of all options."""
@@ -208,7 +211,10 @@ def override(
             raise UserError(f"{word!r} is not section.key=value: {ONE_WORD}")
     given = dict(map(parse_override, overrides))
     if len(given) < len(overrides):
-        log.info("options   one stands twice, the last counts: quote what has braces")
+        log.info(
+            "options   an option is given twice, so its last value is used; put values with braces "
+            "in quotes"
+        )
     places = [*sources, "the command line"] if overrides else sources
     config = compose({**options, **given})
     log.info(f"options   {', then '.join(places)}")
@@ -265,7 +271,7 @@ class OptionsLoader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value]
         for name in names:
             if names.count(name) > 1:
-                raise yaml.YAMLError(f"{name} stands twice")
+                raise yaml.YAMLError(f"{name} is defined twice")
         return super().construct_mapping(node, deep)
 
 
@@ -342,7 +348,7 @@ def convert(key: str, value: Any, option: Field) -> Any:
     for name, sign in (("min", ">="), ("max", "<=")):
         if name in option.metadata:
             limits.append(f" {sign} {option.metadata[name]}")
-    advice = ': for none, write ""' if value is None and option.default == "" else ""
+    advice = ': to leave it empty, write ""' if value is None and option.default == "" else ""
     raise UserError(f"{key} must be {kind}{' and'.join(limits)}, not {value!r}{advice}")
 
 
@@ -351,7 +357,7 @@ def expand_path(path: str, where: str = "") -> str:
     expanded = os.path.expanduser(os.path.expandvars(path))
     unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
     if unknown and not os.path.exists(expanded):
-        problem = "is no environment variable, user's folder or file"
+        problem = "is not an environment variable, a home directory or an existing file"
         raise UserError(f"{where}{path}: {unknown[0]} {problem}")
     return expanded
 
@@ -367,7 +373,7 @@ def as_type(value: Any, kind: Any) -> Any:
         return float(value)
     if type(value) is (get_origin(kind) or kind):
         return value
-    raise ValueError(f"{value!r} is no {kind}")
+    raise ValueError(f"{value!r} is not of type {kind}")
 
 
 def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:

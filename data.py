@@ -49,9 +49,11 @@ class DataConfig:
     def __post_init__(self):
         fold = re.fullmatch(r"(\d+)/(\d+)", self.fold)
         if self.fold and not (fold and int(fold[1]) < int(fold[2])):
-            raise ValueError(f"data.fold={self.fold} must be k/K with k from 0 to K - 1, as 0/5")
+            raise ValueError(
+                f"data.fold={self.fold} must be k/K with k from 0 to K - 1, such as 0/5"
+            )
         if bool(self.edges) != bool(self.perturbations):
-            raise ValueError("data.edges and data.perturbations go together: set both or neither")
+            raise ValueError("data.edges or data.perturbations is missing: set both or neither")
 
 
 def load(config: DataConfig) -> Tables:
@@ -83,15 +85,15 @@ def load(config: DataConfig) -> Tables:
         if given:
             replaced = ", ".join(f"data.{name}" for name in given)
             raise DataError(
-                f"{config.perturbations} has a column split, which takes the place of {replaced}: "
-                "remove the column, or leave these out"
+                f"{config.perturbations} has a column split, so these options cannot be set: "
+                f"{replaced}: remove the column or the options"
             )
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
             raise DataError(
-                f"{config.perturbations}: no rows in the {split} split of "
-                f"{len(tables.y)} rows (data.split={config.split}): add rows, or change its column "
-                "split or, without one, data.val_fraction, data.test_fraction or data.fold"
+                f"{config.perturbations}: the {split} split is empty ({len(tables.y)} rows, "
+                f"data.split={config.split}): add rows, or change data.val_fraction, "
+                "data.test_fraction or data.fold or, if there is one, the column split"
             )
     return tables
 

@@ -30,7 +30,7 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
     """
     path = cache_file(cache_dir, kind, key)
     if not os.path.exists(path):
-        log.info(f"cache     making {path}")
+        log.info(f"cache     writing {path}")
     with contextlib.ExitStack() as stack:
         failure = None
         try:

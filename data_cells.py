@@ -79,7 +79,7 @@ class Rows:
         names = [cell.strip() for cell in self.cells[column]]
         for name in dict.fromkeys(names):
             if name == "" or "\t" in name:
-                problem = "has a tab, which separates cells: rename it" if name else "is empty"
+                problem = "has a tab, the separator of cells: rename it" if name else "is empty"
                 raise self.error(names.index(name), column, problem)
         return names
 
@@ -89,9 +89,9 @@ class Rows:
         for name in dict.fromkeys(names):
             problem = ""
             if "," in name or "=" in name:
-                problem = "has a comma or =, which separate nodes and levels: rename it"
+                problem = "has a comma or =, which separate nodes and levels: rename the node"
             if is_missing_name(name):
-                problem = "is a missing value: remove the row, or rename a node that is called so"
+                problem = "is a missing value: remove the row or, if it is a node, rename it"
             if problem:
                 raise self.error(names.index(name), column, problem)
         return names
@@ -121,15 +121,15 @@ class Rows:
         text = number_names(texts, text_number)
         for one in text_number:
             if "\t" in one:
-                problem = f"have {one!r:.60}: a tab separates cells, rename the node"
+                problem = f"contain {one!r:.60}, which has a tab, the separator of cells: rename it"
                 raise self.error(int(row[texts.index(one)]), "genes", problem)
         parsed = list(map(split_level, text_number))
         names = [name for name, _ in parsed]
         level_of_text = torch.tensor([level for _, level in parsed], dtype=torch.float64)
         if level_of_text.isnan().any():
             wrong = int(level_of_text[text].isnan().nonzero()[0])
-            problem = f"have {texts[wrong].strip()!r:.60}: no name, or no level from 0 to 10,000"
-            problem += " (a comma separates nodes)"
+            problem = f"contain {texts[wrong].strip()!r:.60}, which has no name or no level from 0 "
+            problem += "to 10,000 (nodes are separated by commas)"
             raise self.error(int(row[wrong]), "genes", problem)
         name_number = {}  # two texts may be one name
         name = number_names(names, name_number)[text]
@@ -200,7 +200,7 @@ def unreadable(path: str, error: Exception) -> DataError:
     """Returns the error for a file that cannot be read, which says where a missing one was."""
     text = f"cannot read {path}: {reason_of(error)}"
     if isinstance(error, FileNotFoundError) and not os.path.isabs(path):
-        text += f" in {os.getcwd()}, the working folder, from which all paths count"
+        text += f" (paths are relative to the working directory, {os.getcwd()})"
     return DataError(text)
 
 
@@ -216,8 +216,8 @@ def open_table(path: str) -> Iterator[TextIO]:
             yield file
     except UnicodeDecodeError:
         raise DataError(
-            f"{path} is not UTF-8 text, gzipped or not: unpack it, or save it as text with tabs, "
-            "as pandas' to_csv(..., sep='\\t', index=False) does"
+            f"{path} is not UTF-8 text, plain or gzipped: unpack it, or save it as text with tabs, "
+            "for example by pandas' to_csv(..., sep='\\t', index=False)"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from None
@@ -248,16 +248,16 @@ def read_header(
                 notes.append(f"{path}: the column {name} is read as {role}")
     if header[: len(first)] != list(first):
         text = "\t".join(header)
-        advice = f"begin with {', '.join(map(repr, first))}"
+        advice = f"it must start with {', '.join(map(repr, first))}"
         if len(header) == 1:
-            advice += ", with cells separated by tabs, not commas, semicolons or blanks"
+            advice += ", separated by tabs, not by commas, semicolons or spaces"
         raise DataError(f"{path}:1: the header is {text!r:.60}: {advice}")
     for number, name in enumerate(header, 1):
         if not name or "\t" in name:
             problem = "a tab in its name" if name else "no name"
             raise DataError(f"{path}:1: column {number} has {problem}: remove it, or name it")
         if header.count(name) > 1:
-            raise DataError(f"{path}:1: two columns are {name!r:.60}: name each once")
+            raise DataError(f"{path}:1: two columns have the name {name!r:.60}: rename one of them")
     return header
 
 
@@ -289,7 +289,7 @@ def read_rows(
             columns = {name: cells[i :: len(header)] for i, name in enumerate(header)}
             yield Rows(path, lines, columns)
     if is_empty:
-        raise DataError(f"{path}: no rows below the header")
+        raise DataError(f"{path}: there are no rows below the header")
 
 
 def numbered_rows(path: str, file: TextIO) -> Iterator[tuple[int, list[str]]]:
@@ -299,7 +299,7 @@ def numbered_rows(path: str, file: TextIO) -> Iterator[tuple[int, list[str]]]:
     try:
         for line, row in enumerate(reader, 1):
             if reader.line_num != line:
-                raise DataError(f"{path}:{line}: a cell in quotes has a line break")
+                raise DataError(f"{path}:{line}: a quoted cell has a line break: remove it")
             yield line, row
     except csv.Error as error:
         raise DataError(f"{path}:{line + 1}: {error}: quotes must enclose whole cells") from None
@@ -316,8 +316,8 @@ def whole_rows(
         if not row:
             row = [""] * len(header)
         if len(row) != len(header):
-            problem = f"{len(row)} fields where the header has {len(header)}"
+            problem = f"{len(row)} cells, but the header has {len(header)}"
             if len(row) == len(header) + 1 and row[-1].strip():
-                problem += "; if the first is a row's name, as R writes it: row.names=FALSE"
+                problem += ": if the first one is a row name of R, write with row.names=FALSE"
             raise DataError(f"{path}:{line}: {problem}")
         yield line, row

@@ -89,5 +89,9 @@ def _start_worker(worker_id: int) -> None:
 
 def _end_worker(error: Exception, batch: Any) -> None:
     # Or the rank would wait for a batch that cannot be sent.
-    print(f"error: a batch cannot be sent, is /dev/shm full? {error}", file=sys.stderr, flush=True)
+    print(
+        f"error: a DataLoader worker cannot send a batch, is /dev/shm full? {error}",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(1)

@@ -75,18 +75,24 @@ def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
     """Yields sentences on `Tables` with a split, and on what suits them in a `Config`."""
     are_nodes = set(tables.targets) <= set(tables.genes)
     if are_nodes and config.model.readout != "nodes" and is_here("model_nodes"):
-        yield "all scores are named after nodes: model.readout=nodes suits them"
+        yield "all scores are named after nodes: consider model.readout=nodes"
     if config.optim.loss == "squared" and are_binary(tables.y):
-        yield "all scores are 0 or 1: optim.loss=binary predicts probabilities"
+        yield "all scores are 0 or 1: consider optim.loss=binary, which predicts probabilities"
     share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
     if share < FEW:
-        yield f"by weight, the training rows count as {share:.1%} of them would"
+        yield (
+            "because their weights are very unequal, the training rows count as much as "
+            f"{share:.1%} of them would with equal weights"
+        )
     is_perturbed = tables.perturbed_ptr.diff() > 0  # intact controls belong in each split
     has_nodes = is_like_training(tables, with_levels=False) & is_perturbed
     has_levels = is_like_training(tables, with_levels=True)
-    same = "the same levels: the column split puts them on both sides"
+    same = "have the same nodes and levels as training rows: check the column split"
     yield from note_on_shared(tables, has_nodes & has_levels, same)
-    other = "other levels: data.split=sets keeps them together"
+    other = (
+        "have the same nodes as training rows, at other levels: data.split=sets puts such rows "
+        "into the same split"
+    )
     yield from note_on_shared(tables, has_nodes & ~has_levels, other)
 
 
@@ -96,13 +102,12 @@ def is_like_training(tables: Any, with_levels: bool) -> Tensor:
     return torch.isin(set_code, set_code[tables.is_in("train")])
 
 
-def note_on_shared(tables: Any, is_shared: Tensor, levels: str) -> Iterator[str]:
+def note_on_shared(tables: Any, is_shared: Tensor, problem: str) -> Iterator[str]:
     """Yields a note if rows, of bool [n], are in test or validation."""
     num_test = (is_shared & tables.is_in("test")).sum()
     num_val = (is_shared & tables.is_in("val")).sum()
     if num_test + num_val > 0:
-        rows = f"{num_test:,} test rows and {num_val:,} validation rows"
-        yield f"{rows} have the nodes of training rows at {levels}"
+        yield f"{num_test:,} test rows and {num_val:,} validation rows {problem}"
 
 
 def details(tables: Any) -> str:
@@ -118,18 +123,18 @@ def details(tables: Any) -> str:
     num_unseen = (~tables.is_seen().any(dim=1)[perturbed]).sum()
     num_isolated = (~np.isin(perturbed, tables.edge_index)).sum()  # ten times faster than torch
     texts = [
-        f"rows by knock-outs: {', '.join(rows)}, in {num_sets:,} distinct sets",
+        f"rows by number of knock-outs: {', '.join(rows)}; {num_sets:,} distinct sets",
         f"{(tables.split < 0).sum():,} rows in no split",
         f"rows with each score: {', '.join(scores)}",
-        f"{num_isolated:,} of {len(perturbed):,} knocked-out nodes isolated, "
+        f"{len(perturbed):,} knocked-out nodes, {num_isolated:,} of them without edges, "
         f"{num_unseen:,} in no training row",
     ]
     if tables.left_out:
-        texts.append(f"columns left out: {', '.join(tables.left_out)}")
+        texts.append(f"unused columns: {', '.join(tables.left_out)}")
     if tables.feature_names:
         is_bare = (tables.features == 0).all(dim=1)  # standardised, and 0 where missing
         num_features = tables.features.size(1)
-        texts.append(f"{num_features:,} features of nodes, which {is_bare.sum():,} nodes lack")
+        texts.append(f"{num_features:,} node features; {is_bare.sum():,} nodes have none")
     return "; ".join(texts)
 
 
@@ -149,14 +154,14 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
     shares[:, is_binary | ((~is_missing).sum(dim=0) < FEWEST_SCORES)] = 0
     names = tables.targets
     if len(names) > FEW_TARGETS:
-        names = [f"row of {len(names):,} scores"]
+        names = [f"all {len(names):,} scores"]
         shares = shares.mean(dim=1, keepdim=True)
     for row, k in (shares > OUTLYING).nonzero().tolist():
         # A reader of one's own may give no lines.
         place = f": row {row}" if tables.line is None else f":{tables.line[row]}"
         yield (
-            f"{path}{place}: the {names[k]:.60} makes {shares[row, k]:.0%} of the variance of all "
-            "rows: remove it, give it a small weight, or clip or rank the scores"
+            f"{path}{place}: this row accounts for {shares[row, k]:.0%} of the variance of "
+            f"{names[k]:.60}: remove it, give it a small weight, or clip or rank the scores"
         )
 
 
@@ -168,8 +173,8 @@ def notes_on_codes(path: str, names: Sequence[str], columns: Tensor) -> Iterator
         for code in codes(values).tolist():
             yield (
                 f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
-                f"{code:g}, far from all others: where that is a code for a missing one, "
-                "empty the cell"
+                f"{code:g}, far from all others: if this is a code for missing values, leave "
+                "these cells empty"
             )
 
 
@@ -200,8 +205,8 @@ def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
     others = [name for name in others if name not in tables.genes]
     if others and len(tables.targets) > 1:
         yield (
-            f"{path}: all {len(tables.targets):,} columns are scores, but by their names these may "
-            f"be none: {', '.join(others[:SHOWN])}: name the scores in data.scores"
+            f"{path}: all {len(tables.targets):,} columns are used as scores, but some do not look "
+            f"like scores: {', '.join(others[:SHOWN])}: list the scores in data.scores"
         )
 
 
@@ -210,20 +215,33 @@ def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
     num_nodes = tables.perturbed_ptr.diff()
     is_named = torch.bincount(row, minlength=len(num_nodes)) > 0
     half = deviation(tables.y[num_nodes > 0]).nan_to_num() / 2
-    lost = "an empty cell: where a name was lost, as in a mapping, remove the row"
-    for reason, has_reason in {lost: ~is_named, "level 1: write A or A=0": is_named}.items():
+    lost = (
+        "have an empty cell and count as intact samples, but their scores vary like those of other "
+        "rows: if names were lost, for example when mapping identifiers, remove these rows"
+    )
+    intact = (
+        "have only nodes at level 1 and count as intact samples, but their scores vary like those "
+        "of other rows: if 1 means a knock-out, write A or A=0"
+    )
+    for problem, has_reason in {lost: ~is_named, intact: is_named}.items():
         is_intact = (num_nodes == 0) & has_reason
         varies = deviation(tables.y[is_intact]) > half  # [T]
         if is_intact.sum() >= FEW_VALUES and 2 * varies.sum() > len(varies):
-            yield f"{path}: {is_intact.sum():,} rows vary as others do, but are intact by {reason}"
+            yield f"{path}: {is_intact.sum():,} rows {problem}"
     level = tables.level[tables.level > 0]
     if len(level) >= FEW_VALUES and level.min() > 1 and level.max() >= PERCENT:
-        yield f"{path}: all levels are above 1, up to {level.max():g}: of 30 %, the level is 0.3"
+        yield (
+            f"{path}: all levels are above 1, up to {level.max():g}: if they are percentages, "
+            "divide them by 100"
+        )
     num_levels = torch.bincount(tables.sample()[tables.level != 0], minlength=len(num_nodes))
     fewest = min((num_nodes == 1).sum(), (num_nodes > 1).sum())
     if fewest >= FEW_VALUES and (num_levels[num_nodes > 0] == 1).all():
-        advice = "A,B=0.2 deletes A and keeps 0.2 of B; for both, write A=0.2,B=0.2"
-        yield f"{path}: in each set, also in those of several nodes, one has a level: {advice}"
+        advice = "to give both this level, write A=0.2,B=0.2"
+        yield (
+            f"{path}: every set has exactly one level, also sets of several nodes: A,B=0.2 deletes "
+            f"A and keeps 0.2 of B; {advice}"
+        )
 
 
 def deviation(values: Tensor) -> Tensor:
@@ -237,7 +255,7 @@ def notes_on_relations(tables: Any, path: str) -> Iterator[str]:
     if len(numbers) > FEW_RELATIONS:
         yield (
             f"{path}: {len(numbers):,} relations are numbers, such as {numbers[0]:.60}: if these "
-            "are scores, name that column weight, and give each edge the name of its relation"
+            "are scores of edges, rename the column to weight, and add a column with the relation"
         )
 
 
@@ -252,7 +270,7 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
     meaning_of = meanings(unknown, lacking)
     are_most = 2 * len(unknown) > len(described) and 2 * len(lacking) > len(nodes)
     if are_most or meaning_of:
-        count = f"{len(unknown):,} of {len(described):,} names are no nodes"
+        count = f"{len(unknown):,} of {len(described):,} names are not in the other tables"
         yield f"{path}: {text_on_names(count, are_most, unknown, meaning_of)}"
     yield from notes_on_codes(path, tables.feature_names, torch.stack(list(described.values())))
 
@@ -278,7 +296,7 @@ def text_on_names(
 ) -> str:
     """Returns a text on unknown names and their number, in capitals if these are most."""
     text = f"{count.upper() if are_most else count}: {some_names(unknown, meaning_of)}"
-    return text if meaning_of else f"{text}: do the tables use the same names?"
+    return text if meaning_of else f"{text}: check that all tables use the same names"
 
 
 def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
@@ -359,21 +377,21 @@ def check_names(
         first = int(first_row[number])
         problem = misread(text, nodes)
         if text.isdigit() and re.search(rf"=\s*\d+,\s*{text}\s*(,|$)", rows.cells["genes"][first]):
-            problem = "a level with a decimal comma: write a point"
+            problem = "a level with a decimal comma: write a decimal point"
         if problem:
-            raise rows.error(first, "genes", f"have {problem}")
+            raise rows.error(first, "genes", f"contain {problem}")
 
 
 def misread(name: str, nodes: Container[str]) -> str:
     """Returns what is wrong with a name that is no node; "" if it may be one without edges."""
-    one_node = "; if it is one node, give it an edge, such as a loop"
+    a_node = "if it is a node, give it an edge, such as a self-loop"
     joint, joined = nodes_joined(name, nodes)
     if is_missing_name(name):
-        return f"{name}, a missing value, but an intact sample has an empty cell"
+        return f"the missing value {name}: leave the cell empty for an intact sample"
     if is_control(name):
-        return f"{name}, a control: leave it out, as an intact sample has an empty cell{one_node}"
+        return f"the control {name}: leave the cell empty for an intact sample; {a_node}"
     if joined and JOINTS.issuperset(joint):
-        return f"{name}, which is no node but joins names: write {','.join(joined)}{one_node}"
+        return f"{name}, which joins several names: write {','.join(joined)}; {a_node}"
     return ""
 
 

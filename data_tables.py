@@ -251,8 +251,9 @@ def read_edges(
     others = [name for name in header if name not in ("source", "target", "relation", "weight")]
     if others:
         raise DataError(
-            f"{path}:1: nothing reads {', '.join(others)!r:.60}: if it weighs the edges, name it "
-            "weight; else remove it, or apply the recipe attention, which reads features of edges"
+            f"{path}:1: unknown column {', '.join(others)!r:.60}: if it is the weight of edges, "
+            "rename it to weight; otherwise remove it, or apply the recipe attention, which uses "
+            "edge features"
         )
     relation_number = {}
     edges = []
@@ -283,19 +284,24 @@ def read_knockouts(
     header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
     score_columns = [name for name in header[1:] if name not in ("split", "weight", "sd")]
     if not score_columns or {"weight", "sd"} <= set(header):
-        problem = "the header needs scores after genes, and weight or sd, not both"
+        problem = (
+            "the header needs at least one score column after genes, and cannot have both weight "
+            "and sd"
+        )
         raise DataError(f"{path}:1: {problem}")
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
-        problem = f"data.scores={scores}, but the scores are {score_columns[:20]}"
-        raise DataError(f"{path}:1: {problem}; one that is no text is put in quotes, as 'NO' is")
+        raise DataError(
+            f"{path}:1: data.scores={scores} contains other names than the score columns "
+            f"{score_columns[:20]}: quote names that YAML does not read as text, such as 'NO'"
+        )
     chunks = []
     num_rows = 0
     nodes = frozenset(node_number)
     for rows in read_rows(path, header, has_bar=True):
         row, name, names, level = checked_sets(rows, nodes)
         node = number_names(names, node_number)[name]
-        y = rows.table(targets, ": mend it, or name other columns in data.scores")
+        y = rows.table(targets, ": correct it, or list other columns in data.scores")
         line = torch.tensor(rows.lines, dtype=torch.int)
         chunk = {"row": row + num_rows, "node": node, "level": level, "line": line, "y": y}
         if "split" in header:
@@ -330,18 +336,18 @@ def read_features(
     header = read_header(path, notes, ("gene",))
     _, *names = header
     if not names:
-        raise DataError(f"{path}:1: the header has no features after gene")
+        raise DataError(f"{path}:1: the header has no feature columns after gene")
     row_of = {}  # by name
     chunks = []
     for rows in read_rows(path, header, has_bar=True):
         for row, name in enumerate(rows.names("gene")):
             if name in row_of:
-                raise rows.error(row, "gene", "stands twice")
+                raise rows.error(row, "gene", "has two rows: remove one of them")
             row_of[name] = len(row_of)
         chunks.append(rows.table(names))
     row = torch.tensor([row_of.get(gene, -1) for gene in genes])
     if (row < 0).all():
-        raise DataError(f"{path}: none of its nodes is in the tables of edges and knock-outs")
+        raise DataError(f"{path}: no node of this table is in the tables of edges and knock-outs")
     table = torch.cat(chunks)
     values = table[row].where(row.unsqueeze(1) >= 0, math.nan)
     features = standardise(values).nan_to_num().float()

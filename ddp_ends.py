@@ -99,8 +99,8 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
         return "", f"rank {rank}: another rank was killed or cannot be reached ({detail})"
     if allocated:
         return "", (
-            f"rank {rank}: there is no memory for another {allocated[1]}: lower model.hidden or "
-            "data.batch_size, or raise optim.accumulate"
+            f"rank {rank}: out of memory when allocating {allocated[1]}: decrease model.hidden or "
+            "data.batch_size, or increase optim.accumulate"
         )
     trace = "".join(traceback.format_exception(error))
     return trace, f"rank {rank}: {type(error).__name__}: {reason}"

@@ -76,7 +76,8 @@ def check_all_reduce(ddp: Distributed) -> None:
     expected = sum(range(ddp.world_size + 1))
     if total != expected:
         raise RunError(
-            f"an all-reduce gives {total} instead of {expected}: do not train on these machines"
+            f"an all-reduce gives {total} instead of {expected}: do not train on these machines, "
+            "because results would be wrong"
         )
     for size in (10**3, 10**5, 10**7, 10**8):
         tensor = torch.zeros(size // 4, device=ddp.device)
@@ -105,15 +106,18 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
         pass  # torchruns elect the host themselves
     elif own_address == address or address.startswith("127."):
         if answers(endpoint):
-            end(f"another program has the port of RDZV={rdzv}: set a free one on all machines")
+            end(
+                f"another program uses the port of RDZV={rdzv}: set a free port, the same on all "
+                "machines"
+            )
         settings.append("is_host=1")
         if address.startswith("127."):
             own_address = source_of_route("192.0.2.1")  # nobody's: the default route
     else:
         if not wait_for_answer(endpoint, timeout_s):
             end(
-                f"nothing answered at {rdzv} (RDZV) for {timeout_s} s (RDZV_TIMEOUT): "
-                "run the command on each machine"
+                f"nothing answered at RDZV={rdzv} for {timeout_s} s (RDZV_TIMEOUT): "
+                "start the same command on each machine"
             )
         settings.append("is_host=0")
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or find_interface(own_address)
@@ -129,7 +133,7 @@ def resolve(host: str) -> str:
     try:
         addresses = socket.getaddrinfo(host, None, socket.AF_INET)
     except (OSError, UnicodeError):  # the latter of a name with a part that is too long
-        end(f"cannot resolve the host {host} (RDZV)")
+        end(f"RDZV: cannot resolve the host name {host}")
     return addresses[0][4][0]
 
 
@@ -139,7 +143,7 @@ def source_of_route(address: str) -> str:
         try:
             probe.connect((address, 9))  # sends nothing
         except OSError:
-            end(f"there is no route to {address} (RDZV)")
+            end(f"RDZV: there is no route to {address}")
         return probe.getsockname()[0]
 
 
@@ -151,8 +155,8 @@ def find_interface(address: str) -> str:
         _, interface, *_ = shown.split()
     except FileNotFoundError:
         end(
-            "there is no command ip, which names network interfaces: install iproute2, or set "
-            "GLOO_SOCKET_IFNAME"
+            "the command ip, which lists network interfaces, is not installed: install iproute2, "
+            "or set GLOO_SOCKET_IFNAME"
         )
     except (subprocess.CalledProcessError, ValueError):
         end(f"there is no network interface with the address {address}")
@@ -183,8 +187,8 @@ def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:
     host, _, port = rdzv.partition(":")
     if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16):
         end(
-            f"NNODES={nnodes} needs RDZV=host:port, an address of one of the machines and a port "
-            f"from 1 to 65535, not '{rdzv}'"
+            f"NNODES={nnodes} needs RDZV=host:port, not '{rdzv}': set it to the address of one of "
+            "the machines and a port from 1 to 65535"
         )
     if not timeout_s.isdecimal():
         end(f"RDZV_TIMEOUT={timeout_s} is not a number of seconds")

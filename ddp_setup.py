@@ -34,7 +34,7 @@ log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
 
 group_numbers = itertools.count()  # of the process groups that this process joins
-NO_COLLECTIVE = "a collective within sync_errors hangs where a rank has failed: move it out"
+NO_COLLECTIVE = "a collective within sync_errors would hang if a rank has failed: move it out"
 AGREEMENT_S = 0.5  # seconds from one agreement of the ranks on whether to stop to the next
 
 
@@ -52,8 +52,8 @@ class DDPConfig:
             kinds = (int, float) if name == "bucket_cap_mb" else (bool,)
             if name not in arguments or type(value) not in kinds:
                 raise ValueError(
-                    f"ddp.options: {name}: {value!r} is no argument of DistributedDataParallel "
-                    "that is true or false, nor bucket_cap_mb and a number"
+                    f"ddp.options: {name}: {value!r} is invalid: give arguments of "
+                    "DistributedDataParallel that are true or false, or bucket_cap_mb and a number"
                 )
 
 
@@ -264,8 +264,8 @@ def setup(ddp: Distributed) -> Distributed:
     """Joins the process group, selects this rank's device and returns `ddp`; raises `UserError`."""
     if ddp.is_distributed:
         tell_torchrun(
-            "a signal ended this process, as the kernel's SIGKILL does where memory is short: "
-            "the same command goes on from what is saved"
+            "this process was ended by a signal, for example by SIGKILL when memory ran out: "
+            "repeat the command to resume from the last checkpoint"
         )
         try:
             ddp.rank = int(os.environ["RANK"])
@@ -275,7 +275,8 @@ def setup(ddp: Distributed) -> Distributed:
         except (KeyError, ValueError) as error:
             name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
             raise UserError(
-                f"{name} is set, but not by torchrun ({error}): use torchrun, or unset it"
+                f"the environment variable {name} is set, but not by torchrun ({error}): use "
+                "torchrun, or unset the variable"
             ) from None
         join_group(ddp)
     else:
@@ -291,7 +292,7 @@ def setup(ddp: Distributed) -> Distributed:
             if first != ddp.rank:
                 raise UserError(
                     f"ranks {first} and {ddp.rank} share a GPU: start one process per GPU, "
-                    "or set CUDA_VISIBLE_DEVICES= for CPU"
+                    "or set CUDA_VISIBLE_DEVICES= to run on the CPU"
                 )
     ddp.check_equal({"device": ddp.device.type})  # ranks of two kinds would wait for each other
     return ddp
@@ -331,13 +332,13 @@ def join_group(ddp: Distributed) -> None:
         )
         ddp.cleanup.callback(leave_group)
     except (RuntimeError, OSError, ValueError, futures.TimeoutError) as error:
-        reason = str(error) or "nothing answers"
+        reason = str(error) or "no answer"
         address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(
-            f"rank {ddp.rank} on {platform.node()} cannot reach the others at "
+            f"rank {ddp.rank} on {platform.node()} cannot reach the other ranks at "
             f"MASTER_ADDR={address} MASTER_PORT={port} ({reason.splitlines()[0]}): "
             "set the address of rank 0 and a free port there, open all ports between the machines, "
-            "or name the network interface in GLOO_SOCKET_IFNAME"
+            "or set GLOO_SOCKET_IFNAME to the network interface"
         ) from None
 
 
@@ -372,9 +373,9 @@ def choose_device(ddp: Distributed) -> torch.device:
     missing = set(chosen) - set(range(visible))
     if missing or ddp.local_world_size > len(chosen):
         raise UserError(
-            f"{ddp.local_world_size} processes on {platform.node()} but {visible} GPUs, "
-            f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use, "
-            "or, to run on the CPU, CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'"
+            f"{platform.node()} has {visible} GPUs for {ddp.local_world_size} processes with "
+            f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use; to run "
+            "on the CPU, set CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'"
         )
     return torch.device("cuda", chosen[ddp.local_rank])
 

@@ -91,25 +91,25 @@ def notes_on_devices() -> list[str]:
     notes = []
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        notes.append(f"note      {accelerator.type} is not used, as only CUDA and ROCm are")
+        notes.append(f"note      {accelerator.type} is not used: only CUDA and ROCm are supported")
     name = "SLURM_JOB_GPUS"
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         name = "CUDA_VISIBLE_DEVICES"
     gpus = os.environ.get(name, "")
     if not gpus.startswith("-") and any(map(str.isdigit, gpus)):
         notes.append(
-            f"note      {name}={gpus} names GPUs, but torch {torch.__version__} sees none: "
-            "look at nvidia-smi, and install torch for its version of CUDA"
+            f"note      {name}={gpus} lists GPUs, but torch {torch.__version__} finds none: "
+            "run nvidia-smi, and install torch for the version of CUDA that it shows"
         )
     return notes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prints how many threads each process may use.")
-    parser.add_argument("processes", type=int, help="that share this machine")
+    parser.add_argument("processes", type=int, help="number of processes on this machine")
     num_processes = parser.parse_args().processes
     if num_processes < 1:
-        parser.error(f"there must be 1 process at least, not {num_processes}")
+        parser.error(f"there must be at least 1 process, not {num_processes}")
     print(choose_threads(num_processes)[0])
 
 

@@ -105,7 +105,7 @@ class Watchdog(threading.Thread):
             )
             limit_s = SIGTERM_AFTER_DEATH_S if silence_s > SILENCE_S else SIGTERM_S
             if waited * self.heartbeat_s > limit_s:
-                reason = f"SIGTERM while it waits in {heartbeat.phase} of step {heartbeat.step}"
+                reason = f"SIGTERM while waiting in {heartbeat.phase} of step {heartbeat.step}"
                 self.abort(self.ddp.record_end_reason(f"rank {self.ddp.rank}: {reason}")[0])
             with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
                 state = json.dumps([self.replies, heartbeat])
@@ -132,8 +132,8 @@ class Watchdog(threading.Thread):
             last = current
             if stalled * self.heartbeat_s > self.ddp.limit_s:
                 self.abort(
-                    "no progress, and torchrun's store does not answer: "
-                    "its machine is gone or cut off"
+                    "no progress, and torchrun's store does not answer: its machine has failed or "
+                    "cannot be reached"
                 )
 
     def observe_ranks(self) -> None:
@@ -159,7 +159,7 @@ class Watchdog(threading.Thread):
         for rank, seen in behind.items():
             if seen.stalled < half:
                 return
-            frozen = "frozen, or its machine is gone, last " if seen.silent >= half else ""
+            frozen = "frozen or its machine has failed, last seen " if seen.silent >= half else ""
             found.append(
                 f"rank {rank}: {frozen}in {seen.heartbeat.phase} of step {seen.heartbeat.step}"
             )

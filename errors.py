@@ -25,5 +25,5 @@ def reason_of(error: Exception) -> str:
     path = Path(getattr(error, "filename", None) or "")
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
-            return f"{place} is a link to {os.readlink(place)}, where nothing can be reached"
+            return f"{place} is a link to {os.readlink(place)}, which cannot be reached"
     return getattr(error, "strerror", None) or str(error)

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Installs what is missing, then trains with torchrun: one process per GPU, or two on the CPU.
-# An active Python that has the packages is used, or else .venv beside this script, made if need be.
+# Trains with torchrun: one process per GPU, or two processes on the CPU. It uses the active Python
+# if this has the packages, otherwise .venv next to this script, which it creates if necessary.
 #
-#   ./launch.sh [--config FILE] [section.key=value ...]    one machine
-#   NNODES=2 RDZV=host:port ./launch.sh ...                several: the same command on each
+#   ./launch.sh [--config FILE] [section.key=value ...]    on one machine
+#   NNODES=2 RDZV=host:port ./launch.sh ...                on several: the same command on each
 #   sbatch --nodes=2 --gpus-per-node=4 launch.sh ...       SLURM; or [srun] ./launch.sh in an salloc
-#   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a  a sweep: %a is the array task's index
-#   ./launch.sh test [--all] [pytest options]              the quick tests or all, side by side
-#   ./launch.sh copy DIR [--without PART,...]              an experiment of your own, in a new folder
+#   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a  a sweep; %a is the array task's index
+#   ./launch.sh test [--all] [pytest options]              run the quick tests, or all, in parallel
+#   ./launch.sh copy DIR [--without PART,...]              create a folder for your own experiment
 #
-# docs/clusters.md has more of each, and the variables NPROC, RDZV_TIMEOUT and MAX_RESTARTS.
+# See docs/clusters.md, also for the variables NPROC, RDZV_TIMEOUT and MAX_RESTARTS.
 #SBATCH --job-name=knockout --time=12:00:00 # a longer run is requeued and resumes
 #SBATCH --ntasks-per-node=1   # one launch.sh per node, with its own log slurm-<job>.node<n>.out
 #SBATCH --exclusive           # all CPUs; for a share of them: --oversubscribe --cpus-per-task=n
 #SBATCH --signal=B:USR1@300   # 300 s before the limit: a step or evaluation batch, and a checkpoint
-#SBATCH --requeue --open-mode=append # after the limit, a preemption or a node failure; logs go on
+#SBATCH --requeue --open-mode=append # after the limit, preemption or a node failure; append to logs
 if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # after `sh launch.sh`
 set -euo pipefail +o posix
 
 main() {
   if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exec sed -n '2,/docs.clusters/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   fi
   find_here
   if [[ ${BASH_SOURCE[0]} == */slurm_script ]]; then # sbatch runs a copy of this file elsewhere
@@ -54,7 +54,8 @@ set_up_batch_job() {
   trap 'stop_requested=yes; touch "$STOP_FILE"' USR1 USR2 XCPU
   trap : TERM # SLURM signals the processes, too; this shell waits for them
   here=$(scontrol show job "$job" | sed -n 's|^ *Command=\(.*\)/launch\.sh.*|\1|p')
-  [ -f "$here/train.py" ] || die "sbatch must be given launch.sh by its own name, beside train.py"
+  [ -f "$here/train.py" ] || die "pass launch.sh itself to sbatch, not a link or a copy: it must be\
+ in the folder of train.py"
 }
 
 choose_python() { # and if none has the modules, install the requirements $1
@@ -78,21 +79,22 @@ install() {
   if command -v flock >/dev/null; then flock 9; fi # only one launch.sh installs at a time
   if has_modules; then return; fi
   local venv=$here/.venv base
-  base=$(command -v python3 || command -v python) || die "there is no Python: install 3.10 or newer"
+  base=$(command -v python3 || command -v python) || die "there is no Python: install Python 3.10 or newer"
   "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    die "$base is older than Python 3.10: activate a newer one"
-  echo "Installing $1 into $venv (once; it takes minutes, as PyTorch is large)"
+    die "$base is older than Python 3.10: activate a newer Python"
+  echo "Installing $1 into $venv (only once; this takes minutes, because PyTorch is large)"
   [ -e "$venv" ] || rm -f "$venv" # a link to an environment that is gone
-  [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot make $venv"
+  [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot create $venv"
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 ||
-    die "$venv has no pip: remove it, install python3-venv and run this again"
+    die "$venv has no pip: remove it, install python3-venv and repeat the command"
   "$python" -m pip install -q --disable-pip-version-check -r "$here/$1" || die "cannot install $1"
-  has_modules || die "$python still lacks one of ${modules// /, }: remove $venv and run this again"
+  has_modules || die "after the installation, $python still lacks one of ${modules// /, }:\
+ remove $venv and repeat the command"
   echo "Installed: launch.sh uses $python from now on"
 }
 
 run_tests() {
-  [ -d "$here/tests" ] || die "there is no $here/tests: copy that folder of the template to run it"
+  [ -d "$here/tests" ] || die "there is no $here/tests: copy this folder from the template"
   unset PYTHONSAFEPATH # the tests are imported from here
   modules+=" pytest ruff xdist"
   choose_python requirements-dev.txt
@@ -103,8 +105,9 @@ run_tests() {
 
 make_copy() {
   local script=$here/tests/template/make_copy.py base
-  [ -f "$script" ] || die "there is no $script: copy from the template, or this folder by cp -r"
-  base=$(command -v python3 || command -v python) || die "there is no Python: install 3.10 or newer"
+  [ -f "$script" ] || die "there is no $script: run this command in the template, or copy this\
+ folder with cp -r"
+  base=$(command -v python3 || command -v python) || die "there is no Python: install Python 3.10 or newer"
   exec "$base" "$script" "$@"
 }
 
@@ -118,18 +121,18 @@ start_or_join_job_step() { # ids from 4294967290 up are the batch script or a sh
 
 has_slurm() { # or not, as in a container, where a job of $1 nodes must be one of a single node
   if command -v scontrol >/dev/null; then return; fi
-  [ "$1" = 1 ] || die "SLURM's commands are not here, as in a container: set NNODES=$1 and\
- RDZV=host:port on each node, or NNODES=1 for this one alone"
+  [ "$1" = 1 ] || die "the SLURM commands are not available, for example because this is a\
+ container: set NNODES=$1 and RDZV=host:port on each node, or NNODES=1 to use only this node"
   false
 }
 
 join_job_step() {
   [ "$SLURM_STEP_NUM_TASKS" = "$SLURM_STEP_NUM_NODES" ] ||
-    die "srun must start one launch.sh per node: --ntasks-per-node=1"
+    die "srun must start one launch.sh per node: use --ntasks-per-node=1"
   if ! has_slurm "$SLURM_STEP_NUM_NODES"; then return; fi
   NNODES=$SLURM_STEP_NUM_NODES
   read -r first_node < <(scontrol show hostnames "$SLURM_STEP_NODELIST") ||
-    die "scontrol does not know the nodes of this step: $SLURM_STEP_NODELIST"
+    die "scontrol cannot list the nodes of this step: $SLURM_STEP_NODELIST"
   RDZV=$(scontrol show node "$first_node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
   RDZV+=:$((20000 + SLURM_JOB_ID % 10000))
 }
@@ -149,8 +152,8 @@ start_job_step() { # one launch.sh per node; in a batch script, end or requeue t
   if [[ $state == *JobState=RUNNING* &&
     ($state == *\ PreemptTime=[0-9]* || ($stop_requested == yes && $status == 0)) ]]; then
     [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] ||
-      die "requeued 100 times: check its progress, and raise --time"
-    echo "stopped, requeued: the same job will resume the run"
+      die "the job was requeued 100 times: check its progress, and increase --time"
+    echo "stopped and requeued: the same job will resume the run"
     exec scontrol requeue "$job" # kills this script
   fi
   if [ "$status" = 0 ]; then exit; fi
@@ -162,7 +165,8 @@ set_up_torchrun() {
   signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU
   if [ -z "$(trap -p HUP)" ]; then signals+=,SIGHUP; fi # under nohup, it stays ignored
   [[ $processes =~ ^[1-9][0-9]*$ ]] ||
-    die "NPROC=$processes is not a number of processes: unset it for one per GPU, or 2 on the CPU"
+    die "NPROC=$processes is not a number of processes: unset it to use one process per GPU, or 2\
+ on the CPU"
   if [ -f "$here/ddp_threads.py" ]; then # else as many as torch and torchrun choose
     threads=$("$python" "$here/ddp_threads.py" "$processes")
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
@@ -184,8 +188,8 @@ set_up_one_machine() { # whose name need not resolve
 }
 
 set_up_rendezvous() {
-  [ -f "$here/ddp_machines.py" ] || die "NNODES=$NNODES needs $here/ddp_machines.py, which is\
- not here: set NNODES=1, or start torchrun on each machine"
+  [ -f "$here/ddp_machines.py" ] || die "NNODES=$NNODES needs $here/ddp_machines.py, which this\
+ copy does not have: set NNODES=1, or start torchrun on each machine"
   meeting=$("$python" "$here/ddp_machines.py" "$NNODES" "${RDZV:-}" "${RDZV_TIMEOUT:-600}")
   read -r interface own_address endpoint settings <<<"$meeting"
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}

@@ -68,7 +68,7 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
             graphed, obstacle = try_to_capture(model, task, batches, padded)
     obstacle = next(filter(None, ddp.gather(obstacle)), "")  # a rank alone would be in other steps
     if obstacle:
-        return step_parts._replace(note=f"; no CUDA graphs, as {obstacle}")
+        return step_parts._replace(note=f"; no CUDA graphs, because {obstacle}")
     update = GraphedUpdate(step_parts.update, state)
     return step_parts._replace(model=graphed, dataset=dataset, update=update, note="; CUDA graphs")
 
@@ -77,13 +77,13 @@ def obstacle_of_options(task: Any) -> str:
     """Returns the reason for which options do without CUDA graphs, "" if there is none."""
     options = task.config.model
     if getattr(task.dataset, "out_degree", None) is None:
-        return "batches do not bring starts"
+        return "batches have no field starts"
     if task.dataset.transform or options.message_passing not in ("auto", "shared", "reach"):
         return f"batches of model.message_passing={options.message_passing} differ in their shapes"
     if task.config.ddp.sync_batchnorm:
         return "ddp.sync_batchnorm=true waits for other ranks"
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1" or torch.is_anomaly_enabled():
-        return "CUDA_LAUNCH_BLOCKING or anomaly detection looks for a fault"
+        return "CUDA_LAUNCH_BLOCKING or anomaly detection is enabled"
     return ""
 
 
@@ -165,7 +165,7 @@ def obstacle_of_shape(shape: FixedShape, task: Any, ddp: Any) -> str:
     size = num_messages * options.hidden * task.graph.edge_weight.element_size()
     if size <= SHARE_OF_MEMORY * free:
         return ""
-    return f"padded batches would take {size / 2**30:.2g} GB of {free / 2**30:.2g} that are free"
+    return f"padded batches would take {size / 2**30:.2g} GB of {free / 2**30:.2g} GB free memory"
 
 
 # ---- Graphs --------------------------------------------------------------------------------------
@@ -217,7 +217,10 @@ class GraphedModel(nn.Module):
         """
         if self.captured and self.captured != self.places():
             self.captured = []
-            log.warning("note      CUDA graphs end, as parameters were moved, frozen or unfrozen")
+            log.warning(
+                "note      CUDA graphs are no longer used, because parameters were moved, frozen "
+                "or unfrozen"
+            )
             for parameter in self.model.parameters():
                 if not parameter.requires_grad:
                     parameter.grad = None  # or the optimiser would go on to change it
@@ -323,7 +326,7 @@ class GraphedUpdate:
             self.graph = graph
         except Exception as error:
             self.can_capture = False
-            log.warning(f"note      the optimiser's part is launched each time, as {reason(error)}")
+            log.warning(f"note      the optimiser's step is not captured, because {reason(error)}")
         finally:
             for group, lr in zip(groups, lrs, strict=True):
                 group.update(lr=lr, capturable=False)
@@ -447,11 +450,11 @@ def first_difference(
 def describe_difference(name: str) -> str:
     """Warns of what padding changes or a replay has frozen; returns the obstacle."""
     log.warning(
-        f"note      by CUDA graphs, {name} of a batch is another than without: they repeat what "
-        "the model drew, counted or decided in Python while they were captured, and pad batches "
-        "with nodes at level 1"
+        f"note      with CUDA graphs, {name} of a batch differs from that of an eager step: a "
+        "replay repeats what the model drew, counted or decided in Python during capture, and "
+        "batches are padded with nodes at level 1"
     )
-    return f"by them, {name} of a batch is another"
+    return f"they change {name} of a batch"
 
 
 def loss_and_gradients(

@@ -72,8 +72,8 @@ def node_readout(task: Any) -> NodeReadout:
     columns = task.criterion.columns
     if len(columns) > 1:
         raise UserError(
-            f"model.readout=nodes has one output for each score, but optim.loss="
-            f"{task.config.optim.loss} needs {', '.join(columns)}: set model.readout=both"
+            f"optim.loss={task.config.optim.loss} needs several outputs for each score "
+            f"({', '.join(columns)}), but model.readout=nodes has one: set model.readout=both"
         )
     nodes = target_nodes(task.tables)
     return NodeReadout(len(task.tables.genes), task.config.model.hidden, nodes)
@@ -85,8 +85,8 @@ def target_nodes(tables: Tables) -> Tensor:
     others = [name for name in tables.targets if name not in number]
     if others:
         raise DataError(
-            f"{len(others):,} of {len(tables.targets):,} scores are no node of the graph, which "
-            f"model.readout=nodes needs: {', '.join(others):.300}: remove these columns, "
-            "or set model.readout=both"
+            f"model.readout=nodes needs scores that are named after nodes, but {len(others):,} of "
+            f"{len(tables.targets):,} are not: {', '.join(others):.300}: remove these columns, or "
+            "set model.readout=both"
         )
     return torch.tensor([number[name] for name in tables.targets])

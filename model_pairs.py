@@ -224,7 +224,10 @@ def pair_index(graph: SharedGraph) -> PairIndex:
         relation = torch.repeat_interleave(graph.edge_counts)
         names = [name for _, name, _ in graph.relations]
         if len(names) > MOST_RELATIONS:
-            log.info(f"note      of {len(names):,} relations, only all together have pair features")
+            log.info(
+                f"note      with {len(names):,} relations, pair features are computed only for all "
+                "relations together"
+            )
         graph.pairs = PairIndex(
             graph.edge_index, relation, graph.edge_weight_as_given, names, graph.num_nodes
         )
@@ -250,8 +253,8 @@ def add_pair_features(
     size = len(dataset) * len(index.names) * dtype.itemsize
     if size > MOST_BYTES:
         log.warning(
-            f"note      features of pairs of all rows would take {size / 1e9:.1f} GB: they are "
-            "computed with each batch, in the processes of data.workers if there are any"
+            f"note      pair features of all rows would take {size / 1e9:.1f} GB, so they are "
+            "computed for each batch, in data.workers if there are any"
         )
         if graph.is_on_gpu:
             index = copy.deepcopy(index).cpu()

@@ -380,7 +380,10 @@ def pool_of_reached(readout: type[KnockoutTerm]) -> Callable[..., Tensor] | None
     if readout is GlobalReadout:
         return sum_reached
     if "pool_reached" not in vars(readout):
-        log.info(f"note      {readout.__name__} has no method pool_reached: it reads all nodes")
+        log.info(
+            f"note      {readout.__name__} has no method pool_reached, so it reads the states of "
+            "all nodes"
+        )
         return None
     return readout.pool_reached
 
@@ -419,8 +422,10 @@ def plan_route(
         num_reached = sum(len(block.layers[depth].node) for block in blocks) / len(some_rows)
         planner.block = min(planner.block, max(1, int(planner.REACHED / max(1, num_reached))))
         percentages.append(f"{100 * num_reached / graph.num_nodes:.2g}")
-    reached = f"{', '.join(percentages)} % of the nodes in {num_planned} of {num_layers} layers"
-    return planner, f"a knock-out reaches {reached}: {route}"
+    reached = (
+        f"{', '.join(percentages)} % of the node states in {num_planned} of {num_layers} layers"
+    )
+    return planner, f"a knock-out changes {reached}: {route}"
 
 
 def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
@@ -428,8 +433,9 @@ def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
     fits = is_exact(model, graph, dataset.__getitems__([0, 0, 0]), dataset.transform)
     if not fits:
         log.warning(
-            "note      model_reach.py computes other changes of states than model.py: it is not "
-            "used, which is slower; edit it, or delete it and set model.message_passing=shared"
+            "note      model_reach.py no longer computes the same state changes as model.py, so "
+            "the slower model.py is used: edit model_reach.py to match, or delete it and set "
+            "model.message_passing=shared"
         )
     return fits
 

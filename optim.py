@@ -40,8 +40,10 @@ class OptimConfig:
         for key, value in self.lr_mult.items():
             is_factor = type(value) in (int, float) and 0 <= value < 1e30
             if not (isinstance(key, str) and is_factor):
-                problem = "is no part of a name and a number without quotes"
-                raise ValueError(f"optim.lr_mult: {key}: {value!r} {problem}")
+                raise ValueError(
+                    f"optim.lr_mult: {key}: {value!r} is invalid: keys are parts of parameter "
+                    "names, values are numbers >= 0 without quotes"
+                )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +92,10 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         group["params"].append(parameter)
     if unused or not any(parameter.requires_grad for parameter in model.parameters()):
         names = ", ".join(name for name, _ in model.named_parameters())
-        raise UserError(f"optim.lr_mult={optim.lr_mult} fits none or freezes all of {names:.300}")
+        raise UserError(
+            f"optim.lr_mult={optim.lr_mult} has a key that is in no parameter name, or freezes all "
+            f"parameters: {names:.300}"
+        )
     return list(groups.values())
 
 

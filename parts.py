@@ -48,5 +48,5 @@ def check_parts(options: Mapping[str, Any]) -> None:
         if isinstance(options[option], bool):
             value = value.lower()
         if value in values or (not values and value != off):
-            needed = f"needs {module}.py, which is not here"
+            needed = f"needs {module}.py, which this copy does not have"
             raise UserError(f"{option}={value} {needed}: set {option}={off}")

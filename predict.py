@@ -1,4 +1,4 @@
-"""Predicts the rows of a table with one trained run, or with several as an ensemble.
+"""Predicts the rows of a table with one trained run, or with several runs as an ensemble.
 
     python predict.py TABLE RUN... [section.key=value ...]
     torchrun --standalone --nproc_per_node=4 predict.py TABLE RUN...
@@ -6,17 +6,21 @@
 for example
 
     python predict.py pairs.tsv runs/a runs/b          writes pairs.predictions.tsv
-    python predict.py pairs.tsv runs/a --parts         and what each prediction is the sum of
+    python predict.py pairs.tsv runs/a --parts         also writes the terms of each prediction
     python predict.py pairs.tsv runs/a --explain 10    writes pairs.explained.tsv
     python predict.py all-pairs runs/a --rows 0:1000000
 
-TABLE has a header that begins with `genes` (or `nodes`), or is `all-singles` or `all-pairs`, of the
-graph's nodes, or these at a level: `all-singles=0.3`. A RUN is a run folder, of which best.pt
-predicts, or a checkpoint file. The run's graph.pt is all else that is needed, so that a run can be
-moved. Options are those of the training, but for a few that the command line may set, such as
-data.batch_size. `<table>.predictions.tsv` in the working folder gets a line for each row, in order;
-rows with unknown nodes get empty cells. Of several runs, that is the mean of their predictions, and
-beside it their standard deviation, `sd`. From Python, use `Predictor`.
+TABLE is a table whose header starts with `genes` (or `nodes`). It can also be `all-singles` or
+`all-pairs`: all nodes of the graph, or all pairs of nodes, are deleted or, as in `all-singles=0.3`,
+have this level.
+
+RUN is a run folder, whose best.pt is used, or a checkpoint file. Besides the checkpoint, only the
+graph.pt of the run is needed, so you can move the run folder. Options have the values of the
+training; the command line can change a few of them, such as data.batch_size.
+
+The output `<table>.predictions.tsv` in the working directory has a line for each row, in the same
+order. Rows with unknown nodes have empty cells. For several runs, it has the mean of their
+predictions and, next to it, their standard deviation, `sd`. From Python, use `Predictor`.
 """
 
 import hashlib
@@ -115,27 +119,37 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
     """Returns the settings of the command line; raises `UserError`."""
     parser = Parser(__doc__)
     parser.add_argument("table", metavar="TABLE")
-    parser.add_argument("words", nargs="+", metavar="RUN", help="and section.key=value ...")
-    parser.add_argument("--parts", action="store_true", help="add what predictions are sums of")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="RUN",
+        help="run folders or checkpoint files, and options section.key=value",
+    )
+    parser.add_argument(
+        "--parts", action="store_true", help="also write the terms of each prediction"
+    )
     parser.add_argument(
         "--explain",
         type=int,
         metavar="K",
-        help="write, instead of predictions, the K nodes and pairs on which each hangs most",
+        help="write explanations instead of predictions: the K nodes and pairs that contribute "
+        "most",
     )
-    parser.add_argument("--rows", default=":", metavar="A:B", help="rows A to B - 1 alone, from 0")
+    parser.add_argument(
+        "--rows", default=":", metavar="A:B", help="predict only rows A to B - 1, counted from 0"
+    )
     parsed = parser.parse_intermixed_args(arguments)
     overrides = [word for word in parsed.words if is_override(word)]
     runs = [word for word in parsed.words if word not in overrides]
     if not runs:
-        raise UserError("no run is named: python predict.py TABLE RUN...")
+        raise UserError("no run is given: use python predict.py TABLE RUN...")
     if parsed.explain is not None and (parsed.explain < 1 or parsed.parts):
-        raise UserError("--explain takes a number above 0, and not together with --parts")
+        raise UserError("--explain needs a number above 0, and cannot be combined with --parts")
     for override in overrides:
         option, _, _ = override.partition("=")
         if option not in OPTIONS:
             raise UserError(
-                f"{override} is for training: a prediction takes {', '.join(OPTIONS)} alone"
+                f"{override} is an option of training: predict.py accepts only {', '.join(OPTIONS)}"
             )
     return Settings(
         table=expand_path(parsed.table),
@@ -155,12 +169,12 @@ def read_range(text: str) -> tuple[int, int]:
     """Returns the first row of `A:B`, and the one after the last; raises `UserError`."""
     match = re.fullmatch("([0-9]*):([0-9]*)", text)
     if not match:
-        raise UserError(f"--rows={text} is not A:B, such as 0:1000000")
+        raise UserError(f"--rows={text} must be A:B, such as 0:1000000")
     first, last = match.groups()
     first_row = int(first or 0)
     last_row = min(int(last or sys.maxsize), sys.maxsize)
     if last_row <= first_row:
-        raise UserError(f"--rows={text} has no row: its end is not above its start")
+        raise UserError(f"--rows={text} selects no row: the end must be larger than the start")
     return first_row, last_row
 
 
@@ -190,12 +204,13 @@ def predict(settings: Settings, ddp: Distributed) -> None:
     if settings.explain:
         for file in explainer.unexplained():
             log.warning(
-                f"note      the model of {file} has no knock-out pass that can be explained: it "
-                "names no living nodes"
+                f"note      the model of {file} has no knock-out pass that can be explained, so no "
+                "living nodes are listed for it"
             )
         if not any(run.checkpoint["step"] for run in settings.runs):
             log.warning(
-                "note      best.pt is where training started: perhaps no living node contributes"
+                "note      best.pt is the starting point of training, where living nodes may not "
+                "contribute yet"
             )
     write_table(settings, ensemble, survey, explainer)
 
@@ -204,7 +219,9 @@ def check_names(columns: list[str]) -> None:
     """Raises `UserError` if two columns have one name, as of scores `a` and `a_sd`."""
     for name, count in Counter(columns).items():
         if count > 1:
-            raise UserError(f"two columns would be {name}: predict from Python, by `Predictor`")
+            raise UserError(
+                f"two output columns would have the name {name}: use `Predictor` from Python"
+            )
 
 
 def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explainer: Any) -> None:
@@ -238,7 +255,7 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
             bar.update(len(chunk.sets))
     for kind, count in zip(BEYOND, num_beyond.tolist(), strict=True):
         if count:
-            log.warning(f"note      {count:,} rows have {kind}: these are extrapolations")
+            log.warning(f"note      {count:,} rows have {kind}: predictions are extrapolations")
     log.info(f"{survey.num_known} predictions written to {output}")
 
 

@@ -33,7 +33,7 @@ from run_folder import RunFolder
 # What makes a row an extrapolation.
 BEYOND = (
     "nodes that no training row knocks out",
-    "levels outside those of training",
+    "levels outside the range of training",
     "more nodes than any training row",
 )
 SET_SIZES = {"all-singles": 1, "all-pairs": 2}
@@ -92,10 +92,13 @@ def read_graph(checkpoint: Path) -> dict[str, Any]:
             try:
                 return load_file(path, mmap=True)
             except Exception as error:  # a damaged file fails in many ways
-                raise UserError(f"{path} is not readable ({type(error).__name__})") from None
+                raise UserError(
+                    f"cannot read {path} ({type(error).__name__}): copy it again from the run "
+                    "folder"
+                ) from None
     raise UserError(
-        f"no graph.pt beside {checkpoint}: copy it from the run folder; starting a run again "
-        "writes it, too"
+        f"there is no graph.pt next to {checkpoint}: copy it from the run folder, or repeat the "
+        "command of the run to write it"
     )
 
 
@@ -108,7 +111,10 @@ def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
         graph = read_graph(Path(file))
         trained_sets = graph["trained"]["sets"]
     except (UserError, KeyError):  # there is none, or a damaged one, or one of an earlier version
-        yield f"{file}: whether it was trained on test rows, no graph.pt beside it tells"
+        yield (
+            f"{file}: cannot check whether it was trained on test rows, because there is no "
+            "readable graph.pt next to it"
+        )
         return
     has_leak = torch.isin(named_sets(tables), trained_sets) & (tables.perturbed_ptr.diff() > 0)
     trained_names = {graph["genes"][node] for node in graph["trained"]["seen"].nonzero()}
@@ -119,8 +125,8 @@ def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
     num_leaked = (has_leak & is_test).sum()
     if num_leaked > 0:
         yield (
-            f"{file} was trained on sets or nodes of {num_leaked:,} of {is_test.sum():,} test rows "
-            "that are not in training here: to the model, these are not new"
+            f"{file} was trained on sets or nodes of {num_leaked:,} of {is_test.sum():,} test "
+            "rows, so the test is not held out for these rows"
         )
 
 
@@ -181,7 +187,7 @@ def survey_sets(
             unknown |= dict.fromkeys(chunk.unknown)
         survey.unknown = list(unknown)
     if survey.num_rows < 1:
-        raise UserError(f"{path} has no row {first}: its rows are counted from 0")
+        raise UserError(f"{path} has no row {first}: rows are counted from 0")
     return survey
 
 
@@ -229,7 +235,7 @@ def screen(path: str) -> tuple[int, float]:
         return 0, 0.0
     _, level = split_level(path)
     if math.isnan(level):
-        raise UserError(f"{path} has no level from 0 to 10,000")
+        raise UserError(f"{path}: the level must be a number from 0 to 10,000")
     return SET_SIZES[kind], level
 
 
@@ -311,7 +317,7 @@ def table_writer(path: Path, ddp: Distributed) -> Iterator[Callable[[Iterable[st
     rank if the file cannot be written.
     """
 
-    explain = partial(explain_write_errors, path, UserError, "change the working folder")
+    explain = partial(explain_write_errors, path, UserError, "change the working directory")
 
     def write(lines: Iterable[str]) -> None:
         with ddp.sync_errors(), explain():

@@ -64,7 +64,7 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
     if path.is_dir():
         state = read_status(path).get("state")
         if state not in ("finished", None):
-            log.warning(f"note      {path} is {state}: its best model so far predicts")
+            log.warning(f"note      {path} is {state}: predictions use its best model so far")
         path = path / "checkpoints" / "best.pt"
     checkpoint = read_checkpoint(path)
     graph = read_graph(path)
@@ -72,9 +72,13 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
     trained = graph.pop("trained", None)
     lacking = {"graph", "basis", "pair_features"} - checkpoint.keys()
     if lacking or trained is None or not graph.keys() <= {field.name for field in fields(Tables)}:
-        raise UserError(f"{path} is of another version of the template: predict with that one")
+        raise UserError(
+            f"{path} was created by another version of the template: use that version to predict"
+        )
     if of_graph != checkpoint["graph"]:
-        raise UserError(f"the graph.pt of {path} is of another graph: copy that of its run folder")
+        raise UserError(
+            f"the graph.pt next to {path} is of another graph: copy graph.pt from its run folder"
+        )
     return Run(checkpoint, options_of_run(checkpoint, overrides), graph, trained)
 
 
@@ -88,8 +92,8 @@ def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Conf
     unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
     if unknown:
         raise UserError(
-            f"{checkpoint['file']} was made with the option {min(unknown)}, which is unknown here: "
-            "use the version of the code that made it, or train again"
+            f"{checkpoint['file']} was trained with the option {min(unknown)}, which this code "
+            "does not have: use the code that trained it, or train again"
         )
     return override(options, overrides, [checkpoint["file"]])
 
@@ -109,9 +113,9 @@ def note_other_code(run: Run) -> None:
 def check_same(first: Run, run: Run) -> None:
     """Raises `UserError` if two runs do not predict the same scores on the same graph."""
     if Path(run.file).resolve() == Path(first.file).resolve():
-        raise UserError(f"{run.file} is named twice: name each run once")
+        raise UserError(f"{run.file} is listed twice: list each run once")
     if list(run.graph["targets"]) != list(first.graph["targets"]):
-        raise UserError(f"{run.file} has other scores than {first.file}")
+        raise UserError(f"{run.file} was trained on other scores than {first.file}")
     if run.checkpoint["graph"] != first.checkpoint["graph"]:
         raise UserError(f"{run.file} was trained on another graph than {first.file}")
     loss = run.config.optim.loss
@@ -127,13 +131,18 @@ def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for number, run in enumerate(checkpoints):
         first = checkpoints[0]
         if any(are_equal(run["model"], other["model"]) for other in checkpoints[:number]):
-            yield f"{run['file']} is the same as another run: train each with a run.seed of its own"
+            yield (
+                f"{run['file']} has the same parameters as another run: train each run with "
+                "another run.seed"
+            )
         if run.get("mean") is None:  # of a task of one's own
             continue
         shift = (run["mean"] - first["mean"]).abs().maximum((run["std"] - first["std"]).abs())
         if (shift / run["std"].minimum(first["std"])).median() > MOST_OTHER:
-            problem = f"has another mean or deviation of scores than {first['file']}"
-            yield f"{run['file']} {problem}: take one unit for all"
+            yield (
+                f"{run['file']} was trained on scores with another mean or standard deviation than "
+                f"{first['file']}: use the same unit for all runs"
+            )
 
 
 def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
@@ -319,7 +328,7 @@ class Ensemble:
         for model, file in zip(self.models, self.files, strict=True):
             if not hasattr(model, "parts"):
                 raise UserError(
-                    f"the model of {file} has no parts: give it a method as `KnockoutGNN.parts`"
+                    f"the model of {file} has no method parts: add one like `KnockoutGNN.parts`"
                 )
 
 
@@ -327,11 +336,13 @@ class Ensemble:
 def texts_of(sets: Iterable[str]) -> list[str]:
     """Returns sets of knock-outs as a list; raises `UserError` if they are not several texts."""
     if isinstance(sets, str):
-        raise UserError(f"{sets!r:.60} is one text: give a list of them")
+        raise UserError(f"expected a list of sets, not the single text {sets!r:.60}")
     texts = list(sets)
     for text in texts:
         if not isinstance(text, str):
-            raise UserError(f"{text!r:.60} is no text such as 'A,B=0.3', or '' for no knock-out")
+            raise UserError(
+                f"{text!r:.60} is not a text such as 'A,B=0.3', or '' for an intact sample"
+            )
     return texts
 
 
@@ -339,7 +350,7 @@ def explainer_of(ensemble: Ensemble) -> Any:
     """Returns `predict_explain.Explainer` of an ensemble; raises `UserError` without that part."""
     predict_explain = optional("predict_explain")
     if predict_explain is None:
-        raise UserError("reasons of predictions need predict_explain.py, which is not here")
+        raise UserError("explanations need predict_explain.py, which this copy does not have")
     return predict_explain.Explainer(ensemble)
 
 
@@ -377,7 +388,7 @@ class Predictor:
 
     def __init__(self, *runs: str | Path, device: torch.device | str | None = None):
         if not runs:
-            raise UserError("no run is named: Predictor('runs/NAME')")
+            raise UserError("no run is given: use Predictor('runs/NAME')")
         ddp = Distributed(DDPConfig())
         ddp.is_distributed = False
         default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -418,7 +429,7 @@ class Predictor:
         """
         sets = texts_of(sets)
         if unknown not in ("raise", "nan"):
-            raise UserError(f"unknown={unknown!r} is neither 'raise' nor 'nan'")
+            raise UserError(f"unknown={unknown!r} must be 'raise' or 'nan'")
         names = self.ensemble.names()
         values = np.full((len(sets), len(self.targets), len(names)), math.nan)
         for row, chunk in self._chunks(sets, unknown, columns):
@@ -469,7 +480,7 @@ class Predictor:
             UserError: as `predict`, or there is no predict_explain.py.
         """
         if num_nodes < 1:
-            raise UserError(f"num_nodes={num_nodes}: ask for 1 or more")
+            raise UserError(f"num_nodes={num_nodes} must be at least 1")
         most = min(num_nodes, len(self.tables.genes))
         explainer = explainer_of(self.ensemble)
         rows = []
@@ -484,7 +495,7 @@ class Predictor:
         columns = columns or {}
         for name, cells in columns.items():
             if name == "genes":
-                raise UserError("columns: genes are the sets themselves: give the other columns")
+                raise UserError("columns cannot contain genes, which are given by the sets")
             if len(cells) != len(sets):
                 raise UserError(f"columns: {name} has {len(cells)} cells for {len(sets)} sets")
         for first in range(0, len(sets), SETS_AT_ONCE):

@@ -47,10 +47,11 @@ def compare_steps(
     is_trained = state.is_trained(optim, steps_per_epoch)
     if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
         raise UserError(
-            f"{checkpoint['file']} is trained to its end, step {state.step}, with {made_with}: "
-            "go back to that, raise optim.epochs or optim.patience, or set another run.name"
+            f"{checkpoint['file']} finished training at step {state.step} with {made_with}: undo "
+            "this change, increase optim.epochs or optim.patience to train further, or set "
+            "another run.name"
         )
-    log.warning(f"note      the {state.step} steps so far were made with {made_with}")
+    log.warning(f"note      the first {state.step} steps were made with {made_with}")
 
 
 def note_other_versions(earlier: str, this_start: str) -> None:
@@ -65,7 +66,9 @@ def note_other_versions(earlier: str, this_start: str) -> None:
         if version != of_last.get(name, version)
     ]
     if changed:
-        log.warning(f"note      this run was last started with {', '.join(changed)}")
+        log.warning(
+            f"note      versions have changed: this run was last started with {', '.join(changed)}"
+        )
 
 
 def code_of_steps() -> dict[str, str]:
@@ -103,4 +106,4 @@ def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     """
     earlier = checkpoint.get("code") or code
     edited = sorted(file for file in code.keys() & earlier.keys() if code[file] != earlier[file])
-    return f"other code in {', '.join(edited)}" if edited else ""
+    return f"a different version of {', '.join(edited)}" if edited else ""

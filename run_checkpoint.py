@@ -82,8 +82,8 @@ class TrainState:
             self.optimizer.load_state_dict(state["optimizer"])
         except (UserError, ValueError, KeyError) as error:
             raise UserError(
-                f"{state['file']} has another model, optimiser or parameter groups ({error}): in "
-                f"an empty run folder, run.init={state['file']} alone starts from its parameters"
+                f"{state['file']} does not match the current model or optimiser ({error}): to "
+                f"start from its parameters, set run.init={state['file']} and another run.name"
             ) from None
         self.optimizer.param_groups = groups  # with the configuration's rates
         # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on its own device.
@@ -118,7 +118,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file fails in many ways
         problem = f"{path} is not a readable checkpoint ({type(error).__name__})"
         if isinstance(error, OSError):
-            problem += f": {reason_of(error)}; name a file such as runs/NAME/checkpoints/best.pt"
+            problem += f": {reason_of(error)}: give a file such as runs/NAME/checkpoints/best.pt"
         raise UserError(problem) from None
 
 
@@ -129,7 +129,7 @@ def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     except (RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         file = checkpoint["file"]
-        raise UserError(f"the model saved in {file} does not match: {reason}") from None
+        raise UserError(f"{file} does not match the current model: {reason}") from None
 
 
 def load_file(path: str | Path, **options: Any) -> Any:
@@ -141,7 +141,7 @@ def load_file(path: str | Path, **options: Any) -> Any:
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise zipfile.BadZipFile(f"{damaged} is not what was written")
+        raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
     return torch.load(path, map_location="cpu", weights_only=True, **options)
 
 
@@ -186,7 +186,7 @@ def explain_write_errors(
         yield
     except OSError as error:
         raise kind(
-            f"cannot write {path}: {reason_of(error)}; fix that or {advice}, and start again"
+            f"cannot write {path}: {reason_of(error)}: fix this or {advice}, and start again"
         ) from None
 
 
@@ -200,5 +200,5 @@ def lock_file(file: IO) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        problem = f"cannot be locked ({reason_of(error)}): let no other process write it"
+        problem = f"cannot be locked ({reason_of(error)}): make sure no other process writes it"
         log.warning(f"note      {file.name} {problem}")

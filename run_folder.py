@@ -68,8 +68,10 @@ class RunConfig:
         folder = Path(self.dir).name
         first, *further = self.name.split("/")
         if {"", ".", ".."} & {first, *further} or (further and first == folder):
-            problem = f"no path in run.dir such as a/b, without {folder}, empty parts, . or .."
-            raise ValueError(f"run.name={self.name!r} is {problem}")
+            raise ValueError(
+                f"run.name={self.name!r} must be a path relative to run.dir, such as a/b; it must "
+                f"not start with {folder} or contain empty parts, . or .."
+            )
 
 
 @dataclass(frozen=True)
@@ -177,15 +179,14 @@ class RunFolder:
     def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
         """Raises `UserError` if the data or a fixed option differ from those of a checkpoint."""
         file = checkpoint["file"]
-        advice = f"in an empty run folder, run.init={file} alone starts from its parameters"
+        advice = f"set another run.name; to start from its parameters, also set run.init={file}"
         if checkpoint["data"] != self.origin.data:
-            problem = f"{file} was trained on different data or splits"
-            raise UserError(f"{problem}: set another run.name, or, {advice}")
+            raise UserError(f"{file} was trained on other data or another split: {advice}")
         given = self.config.options()
         for key, earlier in self.changed_options(checkpoint, "fixed").items():
             raise UserError(
                 f"{file} was trained with {key}={earlier}, not {given[key]}: "
-                f"set it so, or, {advice}"
+                f"restore that value, or {advice}"
             )
 
     def changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
@@ -215,7 +216,7 @@ class RunFolder:
                 continue
             if self.config.run.init or resume != "auto":
                 ignored = "run.init and run.resume are ignored"
-                log.info(f"note      {self.path} goes on from {path}: {ignored}")
+                log.info(f"note      {self.path} resumes from {path}: {ignored}")
             return checkpoint
         if paths:  # which the run would overwrite
             problem = f"none of the checkpoints in {self.checkpoints} can be read"
@@ -319,7 +320,7 @@ class RunFolder:
             for name, tensor in checkpoint["model"].items():
                 if not tensor.isfinite().all():
                     raise RunError(
-                        f"{name} is not finite at step {state.step}, no checkpoint is saved: "
+                        f"{name} is not finite at step {state.step}, so no checkpoint was saved: "
                         "lower optim.lr"
                     )
             path = self.checkpoints / f"step_{state.step:08d}.pt"
@@ -366,7 +367,7 @@ class RunFolder:
         self.event("finished", state)
         model = f"model of step {state.best['step']}"
         if state.best["step"] == 0:
-            model += ", where training started: no later one was better in validation"
+            model += ": validation never improved on the starting point"
         log.info(f"run       {self.path}, {model}")
 
     def stop(self, state: TrainState, reason: str) -> None:

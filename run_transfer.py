@@ -72,11 +72,13 @@ def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Ori
         counts = copy_entries(names, parameter.data, saved, origin, checkpoint)
         taken.append(" of ".join([name, *counts]))
     if not taken:
-        problem = "has no parameter of a name and shape as here: set model.* as that run has them"
-        raise UserError(f"run.init: {checkpoint['file']} {problem}")
+        raise UserError(
+            f"run.init: {checkpoint['file']} has no parameter with a matching name and shape: "
+            "use the model.* options of that run"
+        )
     names_taken = ", ".join(taken)
     names_left = ", ".join(left)
-    log.info(f"init      from {checkpoint['file']}: {names_taken}; not from it: {names_left}")
+    log.info(f"init      {checkpoint['file']}: copied {names_taken}; not copied: {names_left}")
     note_lacking(checkpoint, origin)
 
 
@@ -122,7 +124,10 @@ def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
         lacking = [name for name in getattr(origin, kind) if name not in saved_names]
         if lacking:
             first = ", ".join(lacking[:10])
-            log.warning(f"note      {checkpoint['file']} has no {kind} {first}: they start anew")
+            log.warning(
+                f"note      {checkpoint['file']} does not have the {kind} {first}: their "
+                "parameters keep their initial values"
+            )
 
 
 def responses_of(basis: Tensor | None) -> list[list[bool]]:

@@ -219,8 +219,9 @@ class KnockoutTask:
         if output.shape != (num_samples, self.num_outputs):
             raise RunError(
                 f"the model returned {list(output.shape)} for {num_samples} samples, not "
-                f"[{num_samples}, {self.num_outputs}]: give the one of KnockoutTask.build_model "
-                f"{self.num_outputs} outputs, of each score {', '.join(columns)} (see losses.py)"
+                f"[{num_samples}, {self.num_outputs}]: in KnockoutTask.build_model, build a model "
+                f"with {self.num_outputs} outputs: for each score, {', '.join(columns)} (see "
+                "losses.py)"
             )
         return output.unflatten(1, self.output_shape)
 
@@ -266,14 +267,14 @@ class KnockoutTask:
         text = (
             f"{len(tables.genes):,} nodes, "
             f"{len(tables.edge_type):,} edges in {len(tables.relations)} relations, "
-            f"{len(tables.y):,} samples of {counts.min()} to {counts.max()} knock-outs: {splits}; "
-            f"{len(tables.targets):,} scores: {', '.join(tables.targets[:5])}"
+            f"{len(tables.y):,} samples with {counts.min()} to {counts.max()} knock-outs: "
+            f"{splits}; {len(tables.targets):,} scores: {', '.join(tables.targets[:5])}"
         )
         data_notes = optional("data_notes")
         if data_notes is not None:
             text += f"; {data_notes.details(tables)}"
         if tables.weight is not None:
-            text += "; in loss and metrics, rows count by weight"
+            text += "; rows are weighted in loss and metrics"
         return text
 
     def notes(self) -> list[str]:
@@ -313,10 +314,10 @@ def check_scores(tables: Tables, config: Config) -> None:
         names = [name for name, missing in zip(tables.targets, is_missing, strict=True) if missing]
         if not names:
             continue
-        problem = f"no {split} row has a score {', '.join(names[:10])}"
+        problem = f"no {split} row has a value of score {', '.join(names[:10])}"
         if split == "train" or (split == "val" and len(names) == len(tables.targets)):
-            raise UserError(f"{problem}: remove that column, or change the split")
-        log.warning(f"note      {problem}: it does not count there")
+            raise UserError(f"{problem}: remove the column, or change the split")
+        log.warning(f"note      {problem}: it is ignored there")
     LOSSES[config.optim.loss].check(tables.y)
 
 
@@ -326,7 +327,7 @@ def check_metrics(criterion: Criterion, loss: str) -> None:
     outputs = criterion.predictions(a_row)
     for name, metric in METRICS.items():
         for output in outputs_of(metric, but=outputs):
-            problem = f"{name} of METRICS takes {output}, which optim.loss={loss} does not predict"
+            problem = f"the metric {name} needs {output}, which optim.loss={loss} does not predict"
             if name == first_metric():
                 raise UserError(f"{problem}: set another loss, or put another metric first")
-            log.warning(f"note      {problem}: it is left out")
+            log.warning(f"note      {problem}: it is omitted")

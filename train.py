@@ -1,11 +1,14 @@
-"""Trains a knock-out GNN on one large shared graph, with one process or many.
+"""Trains a knock-out GNN on a large graph that all samples share, with one process or several.
 
-    python train.py                                         one process
-    torchrun --standalone --nproc_per_node=4 train.py       one process per GPU, or CPU over gloo
+    python train.py                                     one process
+    torchrun --standalone --nproc_per_node=4 train.py   one process per GPU, or on the CPU
 
-Options are listed in config.yaml; `section.key=value` on the command line overrides the file. The
-same command starts and resumes a run; a signal or a file STOP in the run folder ends it cleanly.
-Exit status: 0 finished or stopped on request, 1 failure, 2 wrong configuration or input data.
+config.yaml lists the options; `section.key=value` on the command line overrides the file. The same
+command starts a run and resumes it. A signal or a file STOP in the run folder stops the run after
+it has saved a checkpoint.
+
+Exit status: 0 if the run finished or was stopped on request, 1 if it failed, 2 if the configuration
+or the input data is wrong.
 """
 
 import copy
@@ -126,7 +129,7 @@ def train(config: Config, ddp: Distributed) -> None:
                 train_epoch(task, state, step_parts, folder, train_loader, ddp)
                 validate(task, state, folder, ddp, ends_epoch=True)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
-        log.info(f"trained   {state.epoch} epochs: raise optim.{option} to train on")
+        log.info(f"trained   {state.epoch} epochs: increase optim.{option} to train further")
         test(task, state, folder, ddp)
     except StopTraining as stop:  # raised on every rank after the same step
         folder.stop(state, stop.reason)
@@ -263,7 +266,7 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distribu
     log.info(f"test      {metrics_text(result, task.rivals)} ({result['n']:,} samples)")
     if is_here("analyse"):
         command = f"python analyse.py {shlex.quote(str(folder.path))}"
-        log.info(f"test      intervals and groups of rows: {command}")
+        log.info(f"test      for confidence intervals and groups of rows, run {command}")
 
 
 class Meter:
@@ -340,11 +343,17 @@ class Meter:
             if state.skipped_in_row >= limit:
                 advice = "lower optim.lr or optim.clip"
                 if is_here("tests/check"):
-                    advice += ", or find bad rows: `python -m tests.check rows`, the same options"
+                    advice += (
+                        ", or find bad rows with `python -m tests.check rows` and the same options"
+                    )
                 raise RunError(
-                    f"step {step} is not finite, {limit} in a row (optim.on_nonfinite): {advice}"
+                    f"the gradient of step {step} is not finite, {limit} in a row "
+                    f"(optim.on_nonfinite): {advice}"
                 )
-            log.warning(f"skipped   step {step}, which is not finite, {state.skipped} in total")
+            log.warning(
+                f"skipped   step {step}, because its gradient is not finite; {state.skipped} steps "
+                "in total"
+            )
 
 
 def autocast(optim: OptimConfig, ddp: Distributed) -> torch.autocast:
@@ -412,9 +421,14 @@ def read_config(arguments: Sequence[str] | None = None) -> Config:
         action="append",
         default=[],
         metavar="FILE",
-        help="a file that overrides these options, or those of a file before it",
+        help="a YAML file with options; later files override earlier ones",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="an option")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="an option, such as optim.lr=0.1; overrides all files",
+    )
     parsed = parser.parse_intermixed_args(arguments)
     config = load_config(parsed.config, parsed.overrides)
     check_parts(config.options())

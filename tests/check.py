@@ -1,25 +1,25 @@
-"""Checks to run on an adapted template.
+"""Checks a copy of the template that you have edited: its model, tables and options.
 
     python -m tests.check NAME [--config FILE] [section.key=value ...]
 
-Each but trace prints its findings and PASS or FAIL; the exit status is 0, 1 for FAIL, 2 if it could
-not run.
+Each check except trace prints its findings and PASS or FAIL. The exit status is 0 for PASS, 1 for
+FAIL, and 2 if the check could not run.
 
 parity    trains a few steps of your configuration and model on 1, 2 and 4 processes, with and
           without gradient accumulation, on the CPU in double precision: parameters and metrics must
           agree
 faults    kills, stops, hangs and corrupts runs of your configuration and model on 2 CPU processes,
-          then restarts them: each must end bitwise equal to an undisturbed run (--only TEXT: faults
-          whose name contains TEXT)
-devices   reports the device of every parameter, buffer, gradient, optimiser state, batch field and
-          output of a training step, on all GPUs of this machine, and names the tensors on a wrong
+          then restarts them: the result of each must be bitwise equal to that of an undisturbed run
+          (--only TEXT: only faults whose name contains TEXT)
+devices   checks the device of every parameter, buffer, gradient, optimiser state, batch field and
+          output of a training step, on all GPUs of this machine, and lists the tensors on a wrong
           device
-syncs     reports file and line of whatever makes the host wait for the device in ten steps of your
-          configuration
-rows      explains a non-finite step, given the run's own options: prints the rows whose loss
-          under the newest checkpoint is not finite or, if there are none, the five training rows
-          with the largest losses
-trace     python -m tests.check trace RUN_FOLDER: prints where the time went in the steps that
+syncs     reports the file and line of every operation that makes the host wait for the device in
+          ten steps of your configuration
+rows      explains a non-finite step; use the same options as the run: prints the rows whose loss at
+          the newest checkpoint is not finite or, if there are none, the five training rows with the
+          largest losses
+trace     python -m tests.check trace RUN_FOLDER: prints how the time was spent in the steps that
           log.profile_steps traced
 """
 
@@ -79,13 +79,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("name", choices=list(CHECKS))
     parser.add_argument(
-        "--world-sizes", type=world_sizes, default="1,2,4", metavar="N,N", help="default: 1,2,4"
+        "--world-sizes",
+        type=world_sizes,
+        default="1,2,4",
+        metavar="N,N",
+        help="parity: numbers of processes (default: 1,2,4)",
     )
     parser.add_argument(
         "--only",
         default="",
         metavar="TEXT",
-        help="of a check that has several, only those whose name contains TEXT",
+        help="run only the cases of a check whose name contains TEXT",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds per launch (default: 600)"

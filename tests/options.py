@@ -8,5 +8,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--config",
         metavar="FILE",
-        help="the contract of its model and tables (default: config.yaml)",
+        help="a YAML file: the tests use its model and tables (default: config.yaml)",
     )

@@ -1,10 +1,10 @@
-"""soak      injects faults at random, again and again on the same runs until they are finished, on
-          changing numbers of processes, also with a full disk and a cut link (as root):
+"""soak      injects random faults into the same runs until these have finished, with changing
+          numbers of processes; as root, also with a full disk and a cut network link:
           --minutes 60, --ranks 1-4, --seed N
-gpu       proves on a machine with GPUs, in seven minutes, what the CPU cannot show: CUDA graphs,
-          values by precision, no waits, NCCL, ZeRO, resuming to the same bits, speed; of two or
-          more, twice as long, also parity, faults, scaling (--only TEXT: names that contain TEXT;
-          runs of train.py take your configuration, the rest do not)
+gpu       checks, on a machine with a GPU and in seven minutes, what a CPU cannot show: CUDA graphs,
+          values by precision, no waits, NCCL, ZeRO, resuming to the same bits, speed; with two or
+          more GPUs, in twice the time, also parity, faults and scaling (--only TEXT: only checks
+          whose name contains TEXT; only runs of train.py use your configuration)
 """
 
 import argparse
@@ -17,15 +17,15 @@ CHECKS = {"soak": soak, "gpu": gpu}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of these checks."""
-    parser.add_argument("--minutes", type=float, default=60.0, help="soak: how long (default: 60)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="soak: duration (default: 60)")
     parser.add_argument(
         "--ranks",
         type=rank_range,
         default="1-4",
         metavar="N-N",
-        help="soak: processes (default: 1-4)",
+        help="soak: smallest and largest number of processes (default: 1-4)",
     )
-    parser.add_argument("--seed", type=int, help="soak: of the faults (default: drawn)")
+    parser.add_argument("--seed", type=int, help="soak: seed of the faults (default: random)")
 
 
 def rank_range(text: str) -> list[int]:

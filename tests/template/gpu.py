@@ -98,7 +98,8 @@ def gpu(options: argparse.Namespace) -> bool:
     """Prints OK or WRONG and a figure for each check; returns whether there are any, all OK."""
     if not torch.cuda.is_available():
         raise UserError(
-            "tests.check gpu needs a GPU, and torch sees none: run it where nvidia-smi lists one"
+            "tests.check gpu needs a GPU, but torch finds none: run it on a machine where "
+            "nvidia-smi lists a GPU"
         )
     config = read_config(options.arguments)
     report = Report(options.only, options.timeout)

@@ -240,7 +240,7 @@ REFUSALS = {
         ModelConfig(message_passing="expanded"),
     ),
     "too little memory": Refusal(
-        "GB of 9.5e-07 that are free",
+        "GB of 9.5e-07 GB free",
         context=partial(mock.patch.object, model_graphs, "mem_get_info", lambda _: (1024, 1024)),
     ),
 }
@@ -253,7 +253,7 @@ def refused(device: torch.device, refusal: Refusal, folder: Path) -> tuple[bool,
     with refusal.context():
         steps, _ = captured(task, model, sampler_of(task))
     note = steps.note.removeprefix("; ")
-    is_right = note.startswith("no CUDA graphs, as ") and note.endswith(refusal.reason)
+    is_right = note.startswith("no CUDA graphs, because ") and note.endswith(refusal.reason)
     return is_right and steps.model is model, note
 
 

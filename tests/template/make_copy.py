@@ -1,10 +1,11 @@
-"""Copies what an experiment of one's own needs: ./launch.sh copy DIR [--without PART,...]
+"""Creates a folder for your own experiment: ./launch.sh copy DIR [--without PART,...]
 
-Copied are the files as they lie here, edited or not: the core, the parts but those named, example/,
-docs/, and the tests that hold for any model and tables. `--without all` leaves out every part but
-the checks, and `--without all,checks` these, too. Options of parts that are left out are set to off
-in the copy's config.yaml. The copy's .venv is a link to the environment that makes it. The copy is
-the first commit of a git repository, where git is at hand and its folder lies in none.
+The copy contains the current state of these files, edited or not: the core, all parts except those
+of --without, example/, docs/, and the tests that are valid for any model and tables. `--without
+all` leaves out every part except the checks, and `--without all,checks` leaves out the checks, too.
+Options of parts that are left out are turned off in the copy's config.yaml. The copy's .venv is a
+link to the environment that creates the copy. If git is available, and the folder is not in a git
+repository, the copy becomes the first commit of a new repository.
 """
 
 import importlib.util
@@ -34,10 +35,10 @@ EDITED = {  # what a copy's owner changes first
     "config.yaml": "every option, with a comment",
     "task.py": "tables, graph, model and metrics of a run",
     "model.py": "the network: layers, readouts, the pass over all nodes",
-    "losses.py": "what its output means: losses, what is predicted",
-    "data.py": "tables to batches: splits, dataset",
+    "losses.py": "the meaning of the network's output: losses, columns of predictions",
+    "data.py": "from tables to batches: splits, dataset",
     "metrics.py": "the metrics; the first one chooses the best model",
-    "optim.py": "optimiser, groups of parameters, schedule",
+    "optim.py": "optimiser, parameter groups, learning-rate schedule",
 }
 
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: the copy cannot be made: {error}: name a folder elsewhere", file=sys.stderr)
+        print(f"error: cannot create the copy: {error}: choose another folder", file=sys.stderr)
         return 2
     return 0
 
@@ -63,7 +64,7 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Path, list[str]]:
         names.append(words[place + 1])
         del words[place : place + 2]
     if len(words) != 1 or words[0].startswith("-"):
-        raise UserError(f"give one folder to make: {USAGE}")
+        raise UserError(f"give one folder to create: {USAGE}")
     return Path(words[0]).expanduser().absolute(), ",".join(names).replace(" ", ",").split(",")
 
 
@@ -79,9 +80,9 @@ def left_out(names: Sequence[str]) -> list[Part]:
 def copy(folder: Path, without: Sequence[Part]) -> None:
     """Makes the copy, whole or not at all, and prints what it has."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already: name a folder that is not, or is empty")
+        raise UserError(f"{folder} already exists: choose a new folder, or an empty one")
     if not folder.parent.is_dir():
-        raise UserError(f"there is no folder {folder.parent}: make it first")
+        raise UserError(f"there is no folder {folder.parent}: create it first")
     gone = {file for part in without for file in part.files}
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -111,9 +112,12 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         raise
     report(folder, parts)
     if has_branches:
-        print("git       branches template, the copy as it is, and main, for your changes")
+        print("git       branch template is the unchanged copy, branch main is for your changes")
     if python is not None:
-        print(f"python    {python}, the copy's .venv: without, ./launch.sh makes one of its own")
+        print(
+            f"python    .venv is a link to {python}; if you delete the link, ./launch.sh creates a "
+            "new environment"
+        )
 
 
 def environment() -> Path | None:
@@ -181,7 +185,8 @@ def page_of_copy(page: Path, origin: str) -> str:
     for link, words, file in re.findall(r"(\[([^]]+)\]\((?!https?:)([^)#\s]+)[^)]*\))", text):
         if not (page.parent / file).exists():
             text = text.replace(link, words)
-    return text.replace("\n", f"\n\nOf the {origin}; it has the files that are not here.\n", 1)
+    note = f"From {origin}. Files that are missing here are in the template."
+    return text.replace("\n", f"\n\n{note}\n", 1)
 
 
 def switch_off(path: Path, without: Sequence[Part]) -> None:
@@ -205,7 +210,7 @@ def switch_off(path: Path, without: Sequence[Part]) -> None:
                 value = off_value(part)
             choices = comment.split(" | ")
             left = [text for text in choices if not part.is_asked_for(text.partition(":")[0])]
-            comment = " | ".join(left) or "off, as its part was left out"
+            comment = " | ".join(left) or "off, because its part was left out"
         start = f"  {option}: {value}".ljust(found.start(3) - 2)
         lines[number] = f"{start}# {comment}"
     path.write_text("\n".join([*lines, ""]))
@@ -223,20 +228,20 @@ def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
     of_parts = []
     for part in parts:
         if part.name == "checks":
-            checks.append("python -m tests.check --help    # checks of your model, on your tables")
+            checks.append("python -m tests.check --help    # checks of your model and tables")
         option = f"`{part.option}: {off_value(part)}`" if part.option else ""
         files = ", ".join(file for file in part.files if (folder / file).exists())
         of_parts.append(f"| {part.name} | {files} | {option} |")
     lines = [
         f"# {name}",
         "",
-        "An experiment in knock-out graph learning: all samples share one large graph, each knocks",
-        "out a few of its nodes, and a graph network learns to predict the measured effect.",
+        "An experiment in graph learning on knock-outs. All samples share one large graph. Each",
+        "sample knocks out a few nodes, and a graph network learns to predict the measured effect.",
         "",
         "```bash",
-        "./launch.sh         # trains on the tables that config.yaml names",
-        "./launch.sh test    # the tests that hold for any model, loss and tables",
-        "torchrun --standalone --nproc_per_node=4 train.py     # one process per GPU",
+        "./launch.sh         # train on the tables of config.yaml",
+        "./launch.sh test    # run the tests, which are valid for any model, loss and tables",
+        "torchrun --standalone --nproc_per_node=4 train.py     # train with one process per GPU",
         *checks,
         "```",
         "",
@@ -249,17 +254,19 @@ def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
     ]
     if parts:
         lines += [
-            "A part goes by deleting its files and setting its option; no other line changes.",
+            "To remove a part, delete its files and set its option to the value in the last",
+            "column. No other line has to change.",
             "",
-            "| part | files | without it |",
+            "| part | files | option without the part |",
             "|---|---|---|",
             *of_parts,
             "",
         ]
     without = [part.name for part in PARTS if part not in parts]
     lines += [
-        f"Of the {origin}; parts left out: {','.join(without) or 'none'}.",
-        "Pages are in [docs](docs), of which [adapting](docs/adapting.md#upgrade) has the upgrade.",
+        f"From {origin}. Parts that are left out: {','.join(without) or 'none'}.",
+        "The documentation is in [docs](docs). To upgrade to a newer version of the template, see",
+        "[adapting](docs/adapting.md#upgrade).",
         "",
     ]
     return "\n".join(lines)
@@ -276,7 +283,7 @@ def report(folder: Path, parts: Sequence[Part]) -> None:
     print(f"core      {len(core)} modules, {num_lines(core):,} lines")
     print(f"all       {len(modules)} modules, {num_lines(modules):,} lines")
     print(f"tests     {len(tests)} files, {num_lines(tests):,} lines")
-    print(f"made      {folder}: there, ./launch.sh trains, and ./launch.sh test tests")
+    print(f"created   {folder}: run ./launch.sh there to train, and ./launch.sh test to test")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatc
     of_rivals = metrics_of_rivals(replace(rows, rivals={}), {"good": good, "bad": bad}, "squared")
     assert list(of_rivals) == ["bad", "good"]
     assert "own_gain" in of_rivals["bad"]
-    assert "strongest without the model: bad" in table_of_rivals(of_rivals)[-1]
+    assert "strongest rival: bad" in table_of_rivals(of_rivals)[-1]
     members = {}
     for name, prediction in (("good", good), ("bad", bad)):
         members[name] = replace(rows, predictions={"prediction": prediction})
@@ -145,7 +145,7 @@ def test_metrics_of_an_sd_stand_in_each_group_and_decide_between_runs(monkeypatc
     assert of_sd == ["Fit", "within 1 sd (68 %)", "within 2 sd (95 %)"]
     of_rivals = metrics_of_rivals(rows, {"bad": normal(60, 1, seed=9)}, "squared")
     assert list(of_rivals) == ["baseline", "bad"]  # by Pearson's r
-    assert "strongest without the model: baseline" in table_of_rivals(of_rivals)[-1]
+    assert "strongest rival: baseline" in table_of_rivals(of_rivals)[-1]
     wide = {"prediction": rows.y.nan_to_num() + 0.1, "sd": 9 * narrow["sd"]}
     members = {"wide": replace(rows, predictions=wide), "narrow": rows}
     best = difference_of_best(members, "squared")

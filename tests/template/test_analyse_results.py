@@ -15,14 +15,16 @@ from tests.template.results import HEADER, normal
     [
         (
             [HEADER[:4]],
-            r"test.tsv:1: the header is not genes, unseen, unseen_genes, and as many columns "
-            r"for each score, which analyse_results.py expects; start the run",
+            r"test.tsv:1: the header is not genes, unseen, unseen_genes and .*: repeat the command",
         ),
         ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the header is not"),
         ([HEADER[:3]], r"test.tsv:1: the header is not"),
         ([(*HEADER[:2], *HEADER[3:])], r"test.tsv:1: the header is not"),
         ([HEADER], r"test.tsv:1: there are no rows"),
-        ([HEADER, ("a", 0, "", 1, 2, 3), ("a", 0, "", 1, 2)], r"test.tsv:3: 5 cells under 6 colu"),
+        (
+            [HEADER, ("a", 0, "", 1, 2, 3), ("a", 0, "", 1, 2)],
+            r"test.tsv:3: 5 cells, but the header",
+        ),
         ([HEADER, ("a", "x", "", 1, 2, 3)], r"test.tsv:2: invalid literal for int"),
         ([HEADER, ("a", "1,0", "a", 1, 2, 3)], r"test.tsv:2: 2 numbers of unseen genes"),
         ([HEADER, ("a", 0, "", 1, 2, "x")], r"test.tsv:2: could not convert string to float: 'x'"),

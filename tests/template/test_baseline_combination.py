@@ -174,7 +174,7 @@ def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
     """And the log says so."""
     tables = combined_tables()
     config = Config(data=DataConfig(cache_dir=str(tmp_path)))
-    note = "the baseline is a sum of effects, as the table is large"
+    note = "the table is large, so the baseline is a plain sum of effects"
     assert note not in KnockoutTask.from_tables(tables, config).notes()
     monkeypatch.setattr(baseline, "MOST_COMBINED", 100)
     other = replace(config, data=DataConfig(cache_dir=str(tmp_path / "other")))

@@ -123,8 +123,7 @@ def test_a_path_with_an_unknown_variable_or_user_is_refused_unless_it_is_there(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         load(f"run.dir={value}/a")
-    problem = f"{value} is no environment variable, user's folder or file"
-    assert str(caught.value) == f"run.dir={value}/a: {problem}"
+    assert str(caught.value).startswith(f"run.dir={value}/a: {value} is not an environment ")
     (tmp_path / value / "a").mkdir(parents=True)
     assert load(f"run.dir={value}/a").run.dir == f"{value}/a"
 
@@ -309,35 +308,35 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("run.name", f"'run.name' is not section.key=value: {config.ONE_WORD}"),
         ("optim.lr = 0.1", f"'optim.lr = 0.1' is not section.key=value: {config.ONE_WORD}"),
         ("--optim.lr=0.1", f"unrecognized arguments: --optim.lr=0.1: {config.ONE_WORD}"),
-        ("run.name=runs/a", "run.name='runs/a' is no path in run.dir such as a/b, without runs"),
-        ("run.name=", "run.name='' is no path in run.dir such as a/b"),
-        ("run.name=..", "run.name='..' is no path in run.dir such as a/b"),
-        ("run.name=a/../b", "run.name='a/../b' is no path in run.dir such as a/b"),
-        ("run.name=/", "run.name='/' is no path in run.dir such as a/b"),
-        ("run.name=a//b", "run.name='a//b' is no path in run.dir such as a/b"),
-        ("run.name=./a", "run.name='./a' is no path in run.dir such as a/b"),
+        ("run.name=runs/a", "run.name='runs/a' must be a path relative to run.dir"),
+        ("run.name=", "run.name='' must be a path relative to run.dir"),
+        ("run.name=..", "run.name='..' must be a path relative to run.dir"),
+        ("run.name=a/../b", "run.name='a/../b' must be a path relative to run.dir"),
+        ("run.name=/", "run.name='/' must be a path relative to run.dir"),
+        ("run.name=a//b", "run.name='a//b' must be a path relative to run.dir"),
+        ("run.name=./a", "run.name='./a' must be a path relative to run.dir"),
         ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
         (
             "optim.lr_mult={embedding: -1}",
-            "optim.lr_mult: embedding: -1 is no part of a name and a number without quotes",
+            "optim.lr_mult: embedding: -1 is invalid: keys are parts of",
         ),
         (
             "optim.lr_mult={a: .nan}",
-            "optim.lr_mult: a: '.nan' is no part of a name and a number without quotes",
+            "optim.lr_mult: a: '.nan' is invalid: keys are parts of",
         ),
-        ("optim.lr_mult={a: false}", "optim.lr_mult: a: False is no part of a name and a number"),
+        ("optim.lr_mult={a: false}", "optim.lr_mult: a: False is invalid: keys are parts of"),
         (
             "optim.lr_mult={a: '1'}",
-            "optim.lr_mult: a: '1' is no part of a name and a number without quotes",
+            "optim.lr_mult: a: '1' is invalid: keys are parts of",
         ),
         (
             "optim.lr_mult={a: 1e400}",
-            "optim.lr_mult: a: inf is no part of a name and a number without quotes",
+            "optim.lr_mult: a: inf is invalid: keys are parts of",
         ),
         (
             "optim.lr_mult={0: 1}",
-            "optim.lr_mult: 0: 1 is no part of a name and a number without quotes",
+            "optim.lr_mult: 0: 1 is invalid: keys are parts of",
         ),
         ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
         ("optim.lr=nan", "optim.lr must be float >= 0, not 'nan'"),
@@ -367,22 +366,25 @@ def test_an_added_option_says_it_in_its_metadata_or_is_noted(added):
         ("data.split=rows", "data.split must be random or sets or nodes, not 'rows'"),
         (
             "data.edges=edges.tsv",
-            "data.edges and data.perturbations go together: set both or neither",
+            "data.edges or data.perturbations is missing: set both or neither",
         ),
         (
             "data.perturbations=scores.tsv",
-            "data.edges and data.perturbations go together: set both or neither",
+            "data.edges or data.perturbations is missing: set both or neither",
         ),
         ("model.dropout=1", "model.dropout must be float >= 0 and <= 0.99, not 1"),
         ("ddp.options=3", "ddp.options must be"),
         (
             "ddp.options={static_graph: true, static_graph: false}",
             "cannot read the configuration ddp.options={static_graph: true, static_graph: false}: "
-            "static_graph stands twice",
+            "static_graph is defined twice",
         ),
-        ("ddp.options={bucket_cap: 3}", "ddp.options: bucket_cap: 3 is no argument of Distributed"),
-        ("ddp.options={static_graph: 3}", "ddp.options: static_graph: 3 is no argument of Dist"),
-        ("ddp.options={bucket_cap_mb: big}", "bucket_cap_mb: 'big' is no argument of Distributed"),
+        ("ddp.options={bucket_cap: 3}", "ddp.options: bucket_cap: 3 is invalid: give arguments"),
+        (
+            "ddp.options={static_graph: 3}",
+            "ddp.options: static_graph: 3 is invalid: give arguments",
+        ),
+        ("ddp.options={bucket_cap_mb: big}", "bucket_cap_mb: 'big' is invalid: give arguments"),
         ("--lr=3", "unrecognized arguments: --lr=3"),
         ("optim.warmup=500", "optim.warmup must be float >= 0 and <= 1, not 500"),
         ("optim.warmup=-0.1", "optim.warmup must be float >= 0 and <= 1, not -0.1"),
@@ -416,16 +418,14 @@ def test_an_option_that_stands_twice_is_noted(caplog):
     """As a shell makes of braces without quotes; it may be a script's, overridden by `"$@"`."""
     caplog.set_level("INFO", logger="config")
     assert load("model.hidden=8", "optim.lr=1", "model.hidden=16").model.hidden == 16
-    assert [text for text in caplog.messages if "twice" in text] == [
-        "options   one stands twice, the last counts: quote what has braces"
-    ]
+    assert sum("an option is given twice" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("other", ["run.resume=b.pt", "ddp.options={init_sync: false}"])
 def test_options_that_exclude_run_init_are_refused(other):
     """Without DDP's init_sync, rank 0 alone would start from the parameters."""
     load(other)
-    with pytest.raises(UserError, match=r"^run.init.* exclude.*: set one of them$"):
+    with pytest.raises(UserError, match=r"^run.init and .* cannot be combined: "):
         load("run.init=a.pt", other)
 
 
@@ -533,8 +533,8 @@ def test_options_that_are_not_counts_accept_zero():
         ("false", "{path} does not contain sections of options: see config.yaml"),
         ("optim: 0", "{path} does not contain sections of options: see config.yaml"),
         ("optim: [", "cannot read the configuration {path}: while parsing"),
-        ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim stands twice"),
-        ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr stands twice"),
+        ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim is defined twice"),
+        ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr is defined twice"),
         ("[" * 1000, "cannot read the configuration {path}: "),
         (None, "cannot read the configuration {path}: No such file or directory"),
     ],
@@ -606,7 +606,7 @@ def test_files_are_read_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("value", ["null", "~", "None"])
 def test_no_file_is_an_empty_text(tmp_path, value):
-    expected = 'data.features must be str, not None: for none, write ""'
+    expected = 'data.features must be str, not None: to leave it empty, write ""'
     with pytest.raises(UserError, match=expected):
         load(f"data.features={value}")
     (tmp_path / "none.yaml").write_text("data: {features: null}")

@@ -114,7 +114,7 @@ def test_a_column_that_data_scores_names_is_a_score_in_another_case(tmp_path, na
 
 
 def test_a_column_that_data_scores_names_has_its_role_in_the_case_of_that(tmp_path):
-    with pytest.raises(DataError, match=r"data\.scores=\['weight'\], but the scores are"):
+    with pytest.raises(DataError, match=r"data\.scores=\['weight'\] contains other names"):
         read_under(tmp_path, scores=("genes", "score", "split", "weight"), chosen=["weight"])
 
 
@@ -129,7 +129,7 @@ def test_a_column_that_data_scores_names_has_its_role_in_the_case_of_that(tmp_pa
     ],
 )
 def test_two_columns_of_one_name_are_an_error(tmp_path, headers, file):
-    message = rf"{file}\.tsv:1: two columns are '.*': name each once"
+    message = rf"{file}\.tsv:1: two columns have the name '.*': "
     with pytest.raises(DataError, match=message):
         read_under(tmp_path, **headers)
 
@@ -141,7 +141,7 @@ def test_a_node_of_the_edges_whose_name_has_a_comma_or_a_level_is_refused(tmp_pa
     """No table of knock-outs could name it."""
     row = {"source": "a", "target": "b", "relation": "x", column: f'"{name}"'}
     path = write_table(tmp_path / "edges.tsv", [*EDGES, tuple(row.values())])
-    message = rf"edges\.tsv:6: the {column} '{name}' has a comma or =, .*: rename it"
+    message = rf"edges\.tsv:6: the {column} '{name}' has a comma or =, .*: rename the node"
     with pytest.raises(DataError, match=message):
         read_edges(str(path), {}, [])
 
@@ -282,7 +282,7 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
     options = write_tables(tmp_path)
     for content in (b"\xff\xfe\x00", "source".encode("utf-16"), b"source\ttarget\trelation\n\xe9"):
         Path(options.edges).write_bytes(content)
-        with pytest.raises(DataError, match=r"edges\.tsv is not UTF-8 text, gzipped or not"):
+        with pytest.raises(DataError, match=r"edges\.tsv is not UTF-8 text"):
             load(options)
     Path(options.edges).unlink()
     with pytest.raises(DataError, match=r"cannot read .*edges\.tsv: No such file or directory$"):
@@ -290,7 +290,7 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = re.escape(str(tmp_path))
     for function in (load, lambda options: read_header(options.edges, [], ())):
-        with pytest.raises(DataError, match=f"cannot read edges.tsv: No such .* in {place}, the w"):
+        with pytest.raises(DataError, match=f"cannot read edges.tsv: No such .*{place}"):
             function(replace(options, edges="edges.tsv"))
 
 
@@ -300,7 +300,7 @@ def test_files_of_other_formats_are_refused_whatever_their_name_is(tmp_path, con
     for name in ("edges.tsv", "edges.tsv.gz"):
         path = tmp_path / name
         path.write_bytes(content(Path(options.edges).read_bytes()))
-        with pytest.raises(DataError, match=rf"{name} is not UTF-8 text, gzipped or not"):
+        with pytest.raises(DataError, match=rf"{name} is not UTF-8 text"):
             load(replace(options, edges=str(path)))
 
 
@@ -319,7 +319,7 @@ def test_a_gzipped_table_is_known_by_its_content(tmp_path, name):
 
 def test_row_names_of_r_without_a_header_are_named(tmp_path):
     (tmp_path / "r.tsv").write_text('"genes"\t"score"\n"1"\t"a"\t0.5\n')
-    message = r"r\.tsv:2: 3 fields where the header has 2; .* row's name, as R .*: row.names=FALSE"
+    message = r"r\.tsv:2: 3 cells, but the header has 2: .* row name of R, .* row.names=FALSE"
     with pytest.raises(DataError, match=message):
         read_knockouts(str(tmp_path / "r.tsv"), {}, [])
 

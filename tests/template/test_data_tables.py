@@ -30,10 +30,11 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in SPLITS] == [[0], [1], [2]]
     assert summary_of(tables) == (
-        "4 nodes, 3 edges in 2 relations, 3 samples of 0 to 2 knock-outs: 1 train, 1 val, 1 test; "
-        "1 scores: score; rows by knock-outs: 1 of 0, 1 of 1, 1 of 2, in 3 distinct sets; "
+        "4 nodes, 3 edges in 2 relations, 3 samples with 0 to 2 knock-outs: 1 train, 1 val, "
+        "1 test; 1 scores: score; rows by number of knock-outs: 1 of 0, 1 of 1, 1 of 2; "
+        "3 distinct sets; "
         "0 rows in no split; rows with each score: 3; "
-        "1 of 3 knocked-out nodes isolated, 1 in no training row"
+        "3 knocked-out nodes, 1 of them without edges, 1 in no training row"
     )
 
 
@@ -58,20 +59,20 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         (
             [("source", "target")],
             SCORES,
-            r"edges.tsv:1: the header is 'source\\ttarget': begin with "
+            r"edges.tsv:1: the header is 'source\\ttarget': it must start with "
             r"'source', 'target', 'relation'$",
         ),
         (
             EDGES,
             [("genes,score",), ("a,1",)],
-            "scores.tsv:1: the header is 'genes,score': begin with 'genes', with cells separated "
-            "by tabs, not commas, semicolons or blanks$",
+            "scores.tsv:1: the header is 'genes,score': it must start with 'genes', separated by "
+            "tabs, not by commas",
         ),
-        (EDGES[:1], SCORES, "edges.tsv: no rows below the header"),
-        ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 fields where the header has 3"),
+        (EDGES[:1], SCORES, "edges.tsv: there are no rows below the header"),
+        ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: 2 cells, but the header has 3"),
         ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: the target '' is empty"),
-        (EDGES, SCORES[:1], "scores.tsv: no rows below the header"),
-        (EDGES, [], r"scores.tsv:1: the header is '': begin with 'genes'"),
+        (EDGES, SCORES[:1], "scores.tsv: there are no rows below the header"),
+        (EDGES, [], r"scores.tsv:1: the header is '': it must start with 'genes'"),
         (
             EDGES,
             [*SCORES, ("a", "high", "train")],
@@ -93,18 +94,18 @@ def test_gzipped_tables_with_crlf_line_ends_are_read(tmp_path):
         (
             EDGES,
             [*SCORES, ("a,,b", 1, "val")],
-            "scores.tsv:5: the genes 'a,,b' have '': no name, or no level from 0 to 10,000",
+            "scores.tsv:5: the genes 'a,,b' contain '', which has no name or no level from 0 to ",
         ),
-        (EDGES, SCORES[:3], "scores.tsv: no rows in the test split of 2 rows"),
+        (EDGES, SCORES[:3], r"scores.tsv: the test split is empty \(2 rows"),
         (
             EDGES,
             [("genes", "score"), ("a", 1)],
-            "no rows in the train split|no rows in the val split",
+            "the train split is empty|the val split is empty",
         ),
         (
             EDGES,
             [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "test")],
-            r"no rows in the val split of 2 rows \(data.split=random\): add rows, or",
+            r"the val split is empty \(2 rows, data.split=random\): add rows, or",
         ),
     ],
 )
@@ -122,17 +123,17 @@ def test_scores_may_be_named_and_other_columns_are_left_out(tmp_path):
         ("c", "-", 5, 6, "test"),
     ]
     options = write_tables(tmp_path, scores=scores)
-    message = r"scores\.tsv:2: the drug 'MMS' is not .*: mend it, .* in data\.scores"
+    message = r"scores\.tsv:2: the drug 'MMS' is not .*: correct it, .* in data\.scores"
     with pytest.raises(DataError, match=message):
         load(options)
     tables = load(replace(options, scores=["b"]))
     assert tables.targets == ["b"]
     assert tables.y.tolist() == [[2], [4], [6]]
     assert tables.left_out == ["drug", "a"]
-    assert summary_of(tables).endswith("; columns left out: drug, a")
+    assert summary_of(tables).endswith("; unused columns: drug, a")
     assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
     assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
-    message = r"scores\.tsv:1: data\.scores=.*, but the scores are \['drug', 'a', 'b'\]"
+    message = r"scores\.tsv:1: data\.scores=.* than the score columns \['drug', 'a', 'b'\]"
     for wrong in (["c"], [["b"]], ["split"], [1]):
         with pytest.raises(DataError, match=message):
             load(replace(options, scores=wrong))
@@ -148,7 +149,7 @@ def test_names_of_scores_that_yaml_takes_for_something_else_need_quotes(tmp_path
     for scores in yaml.safe_load("[[NO], [1, 2024-01-01]]"):
         with pytest.raises(DataError) as caught:
             load(replace(options, scores=scores))
-        assert str(caught.value).endswith("; one that is no text is put in quotes, as 'NO' is")
+        assert "quote names" in str(caught.value)
     for text, targets in (("['NO']", ["NO"]), ("[1, 1.5]", ["1", "1.5"])):
         assert load(replace(options, scores=yaml.safe_load(text))).targets == targets
 

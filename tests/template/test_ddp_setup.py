@@ -30,7 +30,7 @@ ON_FOUR_RANKS = (
 def test_a_device_that_is_not_used_is_noted(monkeypatch):
     mps = torch.device("mps")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: mps)
-    note = "note      mps is not used, as only CUDA and ROCm are"
+    note = "note      mps is not used: only CUDA and ROCm are supported"
     assert note in ddp_setup.describe(Distributed(DDPConfig()))
 
 
@@ -203,7 +203,7 @@ def enter_block(ddp: Distributed) -> None:
 def test_a_collective_where_ranks_may_have_failed_is_a_mistake(collective):
     """It says so on one process, too, where it would not hang, and other blocks can follow."""
     ddp = Distributed(DDPConfig())
-    mistake = pytest.raises(AssertionError, match="a collective within sync_errors hangs")
+    mistake = pytest.raises(AssertionError, match="a collective within sync_errors would hang")
     with mistake, ddp.sync_errors():
         collective(ddp)
     with ddp.sync_errors():

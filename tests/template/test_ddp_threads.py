@@ -156,7 +156,7 @@ def test_gpus_that_the_environment_names_and_torch_does_not_see_are_said(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    said = re.findall(r"^note +(\S+) names GPUs", describe(Distributed(DDPConfig())), re.M)
+    said = re.findall(r"^note +(\S+) lists GPUs", describe(Distributed(DDPConfig())), re.M)
     assert said == ([named] if named else [])
 
 

@@ -51,7 +51,7 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
         ": rank 0: in evaluation of step 9; rank 1: in evaluation of step 9"
     )
     assert look([9, 6, "save"], silent=True).endswith(
-        ": rank 1: frozen, or its machine is gone, last in save of step 9"
+        ": rank 1: frozen or its machine has failed, last seen in save of step 9"
     )
     assert capsys.readouterr().err.count("error: no progress for 3 s") == 3
 
@@ -119,7 +119,7 @@ def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
     _, thread, beats = watched(monkeypatch)
     thread.has_sigterm = lambda: True
     monkeypatch.setattr(thread, "watch_store", lambda: None)
-    with pytest.raises(EndedError, match="rank 0: SIGTERM while it waits in"):
+    with pytest.raises(EndedError, match="rank 0: SIGTERM while waiting in"):
         thread.run()
     assert next(beats) - 1 == 1 + 3  # 3 heartbeats of 3/8 s are more than SIGTERM_S
 
@@ -174,7 +174,9 @@ def test_ranks_that_wait_name_those_that_are_frozen(monkeypatch, frozen):
         thread.join()
     reporter, _, reason = store.get("end").decode().partition(" ")
     assert int(reporter) not in frozen
-    named = re.findall(r"rank (\d): frozen, or its machine is gone, last in start of", reason)
+    named = re.findall(
+        r"rank (\d): frozen or its machine has failed, last seen in start of", reason
+    )
     assert set(map(int, named)) == frozen
     assert beats.number * thread.heartbeat_s < 3 * 1.4  # heartbeats of an eighth of the limit
 

@@ -180,8 +180,8 @@ def test_a_metric_may_take_what_the_loss_predicts_beside_the_score(folder, monke
     assert "score1\tscore1_prediction\tscore1_prediction_sd\tscore1_baseline" in header
     assert "log_likelihood" not in caplog.text
     task = make_task("squared", folder)
-    problem = "log_likelihood of METRICS takes sd, which optim.loss=squared does not predict: "
-    assert f"{problem}it is left out" in caplog.text
+    problem = "the metric log_likelihood needs sd, which optim.loss=squared does not predict: "
+    assert f"{problem}it is omitted" in caplog.text
     assert "log_likelihood" not in task.metrics("test", output[:, :, :1])
     monkeypatch.delitem(METRICS, "pearson")
     with pytest.raises(UserError, match=f"{problem}set another loss, or put another metric first"):
@@ -192,7 +192,7 @@ def test_a_metric_may_take_what_the_loss_predicts_beside_the_score(folder, monke
 def test_readout_nodes_has_one_column(folder):
     task = make_task("gaussian", folder)
     task = replace(task, config=replace(task.config, model=ModelConfig(readout="nodes")))
-    problem = "optim.loss=gaussian needs mean, log_variance: set model.readout=both"
+    problem = "optim.loss=gaussian needs several outputs for each score"
     with pytest.raises(UserError, match=problem):
         task.build_model()
 

@@ -62,7 +62,7 @@ def test_a_copy_has_the_environment_that_made_it(copied, tmp_path, monkeypatch):
     (active / "pyvenv.cfg").touch()
     printed = copied()
     assert os.readlink(tmp_path / "mine/.venv") == str(active)
-    assert f"python    {active}, the copy's .venv" in printed
+    assert f"python    .venv is a link to {active};" in printed
     monkeypatch.setattr(make_copy, "ROOT", tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert make_copy.environment() is None
@@ -86,7 +86,7 @@ def test_a_part_is_left_out_with_its_files_its_tests_and_its_option(copied, tmp_
         assert not part.is_asked_for(str(value).lower() if isinstance(value, bool) else str(value))
         (line,) = re.findall(rf"^  {option}: .*# (.*)", (copy / "config.yaml").read_text(), re.M)
         choices = [choice.partition(":")[0] for choice in line.split(" | ")]
-        assert choices == ["off, as its part was left out"] or not any(
+        assert choices == ["off, because its part was left out"] or not any(
             part.is_asked_for(choice) for choice in choices
         )
     assert f"part      {name}:" not in printed
@@ -98,11 +98,10 @@ def test_a_copy_and_its_pages_say_where_it_came_from(copied, tmp_path, monkeypat
     copied("--without=graphs,plots")
     copy = tmp_path / "mine"
     origin = make_copy.origin_of_copy()
-    assert f"Of the {origin}; parts left out: graphs,plots." in (copy / "README.md").read_text()
+    expected = f"From {origin}. Parts that are left out: graphs,plots."
+    assert expected in (copy / "README.md").read_text()
     page = (copy / "docs/runs.md").read_text()
-    assert page.startswith(
-        f"# Runs\n\nOf the {origin}; it has the files that are not here.\n\nA run"
-    )
+    assert page.startswith(f"# Runs\n\nFrom {origin}. ")
     assert "see measured.\n" in page  # without a link
     monkeypatch.setattr(make_copy, "ROOT", copy)
     origin = make_copy.origin_of_copy()
@@ -114,7 +113,7 @@ def test_a_copy_and_its_pages_say_where_it_came_from(copied, tmp_path, monkeypat
 
 
 def test_a_copy_is_a_repository_where_it_lies_in_none(copied, tmp_path, monkeypatch):
-    assert "git       branches template" in copied()
+    assert "git       branch template is" in copied()
     copy = tmp_path / "mine"
     assert make_copy.git(copy, "log", "--format=%D %s") == (
         f"HEAD -> main, template {make_copy.origin_of_copy()}"
@@ -158,10 +157,10 @@ def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
         (["one", "two"], "give one folder"),
         (["mine", "--with", "plots"], "give one folder"),
         (["mine", "--without", "plot"], "there is no part 'plot'"),
-        (["full"], "is there already"),
-        (["file"], "is there already"),
+        (["full"], "already exists"),
+        (["file"], "already exists"),
         (["no/folder"], "there is no folder"),
-        (["/proc/mine"], "cannot be made"),
+        (["/proc/mine"], "cannot create the copy"),
     ],
 )
 def test_a_copy_that_cannot_be_made_is_one_sentence(monkeypatch, tmp_path, capsys, arguments, word):

@@ -348,9 +348,10 @@ def test_parameters_that_are_no_longer_as_captured_end_the_replays(gpu, caplog, 
     expected = [add_gradients(model, task, batch) for _ in range(3)]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(found_gradients, gradients_of(model), rtol=0, atol=0)
-    assert caplog.messages == [
-        "note      CUDA graphs end, as parameters were moved, frozen or unfrozen"
-    ]
+    (note,) = caplog.messages
+    assert note.startswith(
+        "note      CUDA graphs are no longer used, because parameters were moved"
+    )
 
 
 def test_the_stand_in_does_not_replay_from_memory_that_is_freed():
@@ -455,8 +456,8 @@ def test_a_model_that_replays_or_padding_would_change_is_found(gpu, caplog, own)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     steps = steps_of(model, task)
     assert steps.model is model and steps.dataset is task.dataset
-    assert steps.note == "; no CUDA graphs, as by them, the loss of a batch is another"
-    assert "by CUDA graphs, the loss of a batch is another" in caplog.text
+    assert steps.note == "; no CUDA graphs, because they change the loss of a batch"
+    assert "with CUDA graphs, the loss of a batch differs" in caplog.text
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
@@ -480,16 +481,14 @@ def test_what_starts_at_zero_hides_no_difference(gpu):
     model.__class__ = FrozenAtTheStart
     steps = steps_of(model, task)
     assert steps.model is model
-    assert steps.note.endswith(
-        "as by them, the gradient of encoder.embedding of a batch is another"
-    )
+    assert steps.note.endswith("because they change the gradient of encoder.embedding of a batch")
 
 
 def test_a_model_that_waits_for_a_value_cannot_be_captured(gpu, caplog):
     task = make_task()
     model = Waiting.of_task(task)
     steps = steps_of(model, task)
-    assert steps.model is model and steps.note == "; no CUDA graphs, as capturing them failed"
+    assert steps.model is model and steps.note == "; no CUDA graphs, because capturing them failed"
     assert "CUDA graphs cannot be captured: RuntimeError" in caplog.text
     assert "aten._local_scalar_dense" in caplog.text or "is_nonzero" in caplog.text
 
@@ -547,14 +546,14 @@ def test_a_parameter_without_a_gradient_is_named(gpu):
     task = make_task()
     model = build_model(task)
     model.unused = nn.Linear(2, 1)
-    assert steps_of(model, task).note.endswith("as capturing them failed")
+    assert steps_of(model, task).note.endswith("because capturing them failed")
 
 
 # ---- Options and machines ------------------------------------------------------------------------
 def test_the_log_says_why_there_are_no_graphs(gpu, monkeypatch):
     of_expanded = make_task(message_passing="expanded")
     steps = steps_of(build_model(of_expanded), of_expanded)
-    assert steps.note.startswith("; no CUDA graphs, as ")
+    assert steps.note.startswith("; no CUDA graphs, because ")
     assert steps.note.endswith("message_passing=expanded differ in their shapes")
     task = make_task()
     model = build_model(task)
@@ -573,7 +572,7 @@ def test_the_log_says_why_there_are_no_graphs(gpu, monkeypatch):
         of_local = make_task(readout="local")
         assert steps_of(build_model(of_local), of_local).note == "; CUDA graphs"
     graphs.pretend_gpu(free=100_000)
-    assert "GB of 9.3e-05 that are free" in steps_of(model, task).note
+    assert "GB of 9.3e-05 GB free" in steps_of(model, task).note
 
 
 def test_all_ranks_stay_eager_where_one_must(gpu, monkeypatch):
@@ -582,7 +581,7 @@ def test_all_ranks_stay_eager_where_one_must(gpu, monkeypatch):
     ddp = Distributed(DDPConfig())
     monkeypatch.setattr(ddp, "gather", lambda reason: [reason, "rank 1 has too little"])
     steps = captured(model, task, sampler_of(task), ddp)
-    assert steps.model is model and steps.note.endswith("as rank 1 has too little")
+    assert steps.model is model and steps.note.endswith("because rank 1 has too little")
 
 
 # ---- The optimiser's part -----------------------------------------------------------------------
@@ -722,7 +721,7 @@ def test_an_update_that_cannot_be_captured_is_called(gpu, caplog, obstacle):
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == (obstacle == "failure")
     if warnings:
-        assert "launched each time, as RuntimeError: operation not permitted" in warnings[0]
+        assert "is not captured, because RuntimeError: operation not permitted" in warnings[0]
 
 
 # ---- Whole runs ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def test_all_scores_that_are_no_nodes_are_named():
     assert target_nodes(tables).tolist() == [2, 0]
     tables.targets = ["g0", "x", "g1", "y"]
     with pytest.raises(
-        DataError, match=r"^2 of 4 scores are no node of the graph, .* needs: x, y: "
+        DataError, match=r"^model.readout=nodes needs scores .* 2 of 4 are not: x, y: "
     ):
         target_nodes(tables)
 

@@ -199,7 +199,7 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
         planner, line = plan_route(shared, dataset, route, 3)
         assert line.endswith(f": {route}") and planner.num_layers == planned
         reached = sum(len(block.layers[0].node) for block in planner.plan(batch).blocks)
-        assert f" reaches {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
+        assert f" changes {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
 
 
 def test_a_gpu_computes_all_states_in_few_launches(shared, monkeypatch):
@@ -322,7 +322,7 @@ def test_a_readout_with_a_pool_of_its_own_reads_the_states_of_all_nodes(
         assert is_planned_exactly(model, shared, 2)
     name = type(own).__name__
     assert [record.message for record in caplog.records] == [
-        f"note      {name} has no method pool_reached: it reads all nodes"
+        f"note      {name} has no method pool_reached, so it reads the states of all nodes"
     ]
 
 

@@ -201,7 +201,7 @@ def compare(seed: int, folder: Path) -> None:
     if fields["weight"] is None:
         fields["weight"] = np.ones(len(fields["sets"]))
     if is_refused(fields["y"], fields["split"]):
-        with pytest.raises(UserError, match="row has a score"):
+        with pytest.raises(UserError, match="row has a value of score"):
             KnockoutTask.from_tables(tables, config)
         return
     oracle = Oracle(**fields)

@@ -96,7 +96,7 @@ def test_an_option_of_a_part_that_is_gone_is_one_sentence(monkeypatch, train, na
     monkeypatch.setattr(parts, "is_here", lambda module: f"{module}.py" != part.files[0])
     refused = train(0, override)
     assert refused.returncode == 2
-    advice = f"{part.files[0]}, which is not here: set {OFF[name]}"
+    advice = f"{part.files[0]}, which this copy does not have: set {OFF[name]}"
     assert refused.stderr == f"error: {override} needs {advice}\n"
     key, value = parse_override(OFF[name])
     check_parts(Config().options() | {key: value})

@@ -437,7 +437,7 @@ def test_an_own_model_without_parts_says_so(trained, tmp_path):
     trained("run.name=run")
     predictor = Predictor(tmp_path / "runs/run")
     predictor.ensemble.models = [torch.nn.Linear(1, 1)]
-    with pytest.raises(UserError, match=r"best.pt has no parts: give it a method as `KnockoutGNN"):
+    with pytest.raises(UserError, match=r"best.pt has no method parts: add one like `KnockoutGNN"):
         predictor.parts(["Y01"])
 
 
@@ -479,7 +479,9 @@ def test_explanations_are_a_regular_table_and_the_same_from_python(members, pred
 
 def test_a_model_of_where_training_started_is_named(members, predict, tmp_path):
     """It changes no prediction by the graph, as the readout of changes starts at 0."""
-    note = "note      best.pt is where training started: perhaps no living node contributes"
+    note = (
+        "note      best.pt is the starting point of training, where living nodes may not contribute"
+    )
     command = ["all-singles", members[0], "--explain", "1"]
     best = tmp_path / members[0] / "checkpoints/best.pt"
     state = torch.load(best, weights_only=True)
@@ -506,7 +508,7 @@ def test_a_knocked_out_node_has_the_prediction_without_it(members, predict, tmp_
         has_living = bool(one_set) and runs != ["c"]
         assert (len(nodes) > len(others[one_set])) == has_living
     output = predict(0, "ask.tsv", *checkpoints, "--explain", "2").check().stdout
-    assert output.count("no knock-out pass that can be explained: it names") == ("c" in runs)
+    assert output.count("no knock-out pass that can be explained, so no") == ("c" in runs)
 
 
 @pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
@@ -558,8 +560,8 @@ def test_effects_on_nodes_hang_on_the_knocked_out_ones_and_the_target(train, pre
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--explain", "0"], "--explain takes a number above 0, and not together with --parts"),
-        (["--explain", "3", "--parts"], "--explain takes a number above 0, and not together"),
+        (["--explain", "0"], "--explain needs a number above 0, and cannot be combined"),
+        (["--explain", "3", "--parts"], "--explain needs a number above 0, and cannot"),
         (["--explain", "many"], "argument --explain: invalid int value: 'many'"),
     ],
 )
@@ -578,7 +580,7 @@ def test_without_the_part_there_are_predictions_but_no_reasons(
     monkeypatch.setattr(parts, "is_here", lambda module: module != "predict_explain")
     predict(0, "all-singles", "runs/run").check()
     refused = predict(0, "all-singles", "runs/run", "--explain", "2")
-    problem = "reasons of predictions need predict_explain.py, which is not here"
+    problem = "explanations need predict_explain.py, which this copy does not have"
     assert refused.returncode == 2
     assert refused.stderr == f"error: {problem}\n"
     predictor = Predictor(tmp_path / "runs/run", device="cpu")

@@ -40,9 +40,9 @@ def test_a_finished_run_refuses_options_that_would_change_its_training(train, fo
     result = train(2, "optim.epochs=2", *CHANGED)
     assert result.returncode == 2
     assert result.stderr == (
-        "error: runs/default/checkpoints/step_00000010.pt is trained to its end, step 10, "
-        f"with {MADE_WITH}: go back to that, raise optim.epochs or optim.patience, or set another "
-        "run.name\n"
+        "error: runs/default/checkpoints/step_00000010.pt finished training at step 10 with "
+        f"{MADE_WITH}: undo this change, increase optim.epochs or optim.patience to train further, "
+        "or set another run.name\n"
     )
     assert contents(folder) == before
     again = train(2, "optim.epochs=2").check()
@@ -62,9 +62,7 @@ def test_each_option_that_differs_is_named_with_the_value_of_the_steps(train, fo
     ):
         result = train(0, "optim.epochs=2", option)
         assert result.returncode == 2
-        assert (
-            f"is trained to its end, step 10, with {made_with}: go back to that, " in result.stderr
-        )
+        assert f"at step 10 with {made_with}: undo this change" in result.stderr
         assert contents(folder) == before
 
 
@@ -123,14 +121,14 @@ def test_a_finished_run_trains_on_with_more_epochs_and_says_what_it_had(train, f
     assert killed.returncode == -signal.SIGKILL
     assert not (folder / "test.tsv").exists()  # it is no result of a run that trains on
     result = train(0, *more).check()
-    sentence = "note      the 5 steps so far were made with optim.epochs=1, optim.clip=1.0\n"
+    sentence = "note      the first 5 steps were made with optim.epochs=1, optim.clip=1.0\n"
     assert sentence in result.stdout
     assert options(folder)["optim"]["epochs"] == 2
     assert (folder / "test.tsv").exists()
     assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
     back = train(0)
     assert back.returncode == 2
-    assert "step 10, with optim.epochs=2, optim.clip=0.5: go back to that" in back.stderr
+    assert "step 10 with optim.epochs=2, optim.clip=0.5: undo this change" in back.stderr
 
 
 def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train, folder):
@@ -141,8 +139,8 @@ def test_a_run_that_ran_out_of_patience_takes_more_of_it_and_no_other_rate(train
         assert train(0, *ended, *refused).returncode == 2
         assert contents(folder) == before
     result = train(0, *ended, "optim.patience=3").check()
-    assert "note      the 10 steps so far were made with optim.patience=2" in result.stdout
-    assert "trained   3 epochs: raise optim.patience to train on" in result.stdout
+    assert "note      the first 10 steps were made with optim.patience=2" in result.stdout
+    assert "trained   3 epochs: increase optim.patience to train further" in result.stdout
 
 
 def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(train, folder):
@@ -164,7 +162,7 @@ def test_a_stop_of_a_finished_run_that_is_started_again_keeps_its_predictions(tr
 def test_other_options_in_the_middle_of_a_run_are_named(train, folder):
     train(2, *LONG, fault="stop_at_step:6").check()
     result = train(2, *LONG, *CHANGED).check()
-    sentence = f"note      the 7 steps so far were made with {MADE_WITH}"
+    sentence = f"note      the first 7 steps were made with {MADE_WITH}"
     assert result.stdout.count(sentence) == 1
     logs = list(folder.glob("log.rank*.txt"))
     assert len(logs) == 2
@@ -177,16 +175,16 @@ def test_other_options_in_the_middle_of_a_run_are_named(train, folder):
     assert "were made with" not in train(2, *LONG, *CHANGED).check().stdout
     back = train(2, *LONG)
     assert back.returncode == 2
-    assert "is trained to its end, step 15, with model.dropout=0.6, optim.lr=0.001, " in back.stderr
+    assert "at step 15 with model.dropout=0.6, optim.lr=0.001, " in back.stderr
 
 
 def test_a_run_that_was_stopped_may_end_with_fewer_epochs(train, folder):
     train(0, *LONG, fault="stop_at_step:6").check()
     refused = train(0, "optim.epochs=1", "optim.lr=0.5")
     assert refused.returncode == 2
-    assert "step 7, with optim.epochs=3, optim.lr=0.01: go back to that" in refused.stderr
+    assert "at step 7 with optim.epochs=3, optim.lr=0.01: undo this change" in refused.stderr
     result = train(0, "optim.epochs=1").check()
-    assert "note      the 7 steps so far were made with optim.epochs=3\n" in result.stdout
+    assert "note      the first 7 steps were made with optim.epochs=3\n" in result.stdout
     assert [row["step"] for row in read_metrics(folder, "test")] == [7]
 
 
@@ -200,7 +198,7 @@ def test_options_that_made_no_step_are_not_named(train, folder, nproc):
     killed = train(nproc, *LONG, "optim.lr=0.1", fault=faults)
     assert killed.returncode == -signal.SIGKILL
     third = train(nproc, *LONG, "optim.lr=0.2", fault=faults)
-    assert "note      the 7 steps so far were made with optim.lr=0.01\n" in third.stdout
+    assert "note      the first 7 steps were made with optim.lr=0.01\n" in third.stdout
     assert "were made with" not in train(nproc, *LONG).check().stdout
     assert difference(folder, folder.parent / "whole") == ""
 
@@ -223,4 +221,4 @@ def test_the_steps_of_another_run_that_is_resumed_keep_their_options(train, fold
     train(0, *LONG, "optim.lr=0.1", resume.format(6)).check()
     result = train(0, *LONG, "optim.lr=0.1", resume.format(15), "run.name=end")
     assert result.returncode == 2
-    assert "step_00000015.pt is trained to its end, step 15, with optim.lr=0.01: " in result.stderr
+    assert "step_00000015.pt finished training at step 15 with optim.lr=0.01: " in result.stderr

@@ -89,7 +89,7 @@ def test_files_that_only_one_side_has_are_named_but_for_those_of_parts(tmp_path,
     earlier = {"same.py": "1", "edited.py": "1", "gone.py": "1", "unloaded.py": "1"}
     earlier["model_reach.py"] = "1"  # of another part
     named = other_code({"code": earlier}, ours)
-    assert named == "other code in edited.py"
+    assert named == "a different version of edited.py"
     assert other_code({"code": ours}, ours) == ""
 
 
@@ -110,8 +110,8 @@ def test_a_finished_run_of_a_copy_that_was_edited_since_is_refused(train, folder
     refused = train(0, script=copy / "train.py")
     assert refused.returncode == 2
     assert (
-        "step_00000005.pt is trained to its end, step 5, with other code in losses.py, train.py: "
-        "go back to that, raise optim.epochs or optim.patience, or set another run.name\n"
+        "step_00000005.pt finished training at step 5 with a different version of losses.py, "
+        "train.py: undo this change, "
     ) in refused.stderr
     assert (folder / "metrics.jsonl").read_text() == before
 
@@ -123,8 +123,8 @@ def test_a_run_in_the_middle_says_which_code_and_versions_its_steps_had(train, f
     first_start = environment.read_text().replace(f"torch: {torch.__version__}", "torch: 2.8.0")
     environment.write_text(first_start)
     result = train(0, "optim.epochs=2").check()
-    assert "note      the 7 steps so far were made with other code in mask.py\n" in result.stdout
-    assert "note      this run was last started with torch 2.8.0\n" in result.stdout
+    assert "the first 7 steps were made with a different version of mask.py\n" in result.stdout
+    assert "this run was last started with torch 2.8.0\n" in result.stdout
     assert environment.read_text().startswith(f"{first_start}command: ")
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_failed_in_its_test_is_tested_by_the_code_that_was_mended(
     edit_checkpoints(folder, {"metrics.py": "another"})
     (folder / "test.tsv").unlink()
     result = train(0).check()
-    assert "note      the 5 steps so far were made with other code in metrics.py\n" in result.stdout
+    assert "the first 5 steps were made with a different version of metrics.py\n" in result.stdout
     assert (folder / "test.tsv").exists()
 
 
@@ -157,7 +157,7 @@ def test_a_prediction_by_other_code_than_that_of_the_run_is_noted(trained, predi
     del state["code"]["metrics.py"]  # as of a file that only a notebook has loaded
     torch.save(state, best)
     result = predict(0, "all-singles", "runs/default").check()
-    note = "note      runs/default/checkpoints/best.pt was trained with other code in "
+    note = "note      runs/default/checkpoints/best.pt was trained with a different version of "
     assert result.stdout.count(f"{note}mask.py, model.py\n") == 1
 
 
@@ -211,13 +211,13 @@ def test_a_run_with_an_option_at_its_default_needs_no_code_that_has_it(
     train(0, script=copy_with_an_option / "train.py").check()
     predict(0, "ask.tsv", "runs/default").check()
     result = train(0, "optim.epochs=2").check()
-    assert "made with optim.epochs=1, other code in optim.py\n" in result.stdout
+    assert "made with optim.epochs=1, a different version of optim.py\n" in result.stdout
     assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
     own = ["run.name=own", "optim.momentum=0.5"]
     train(0, *own, script=copy_with_an_option / "train.py").check()
     refused = predict(0, "ask.tsv", "runs/own")
     assert refused.returncode == 2
-    assert "was made with the option optim.momentum, which is unknown here" in refused.stderr
+    assert "with the option optim.momentum, which this code does not have" in refused.stderr
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_run_without_an_option_had_it_at_its_default(train, copy_with_an_optio
     shutil.copytree(tmp_path / "runs/default", tmp_path / "runs/again")
     script = copy_with_an_option / "train.py"
     result = train(0, "optim.epochs=2", script=script).check()
-    assert "so far were made with other code in optim.py\n" in result.stdout
+    assert "steps were made with a different version of optim.py\n" in result.stdout
     others = ["optim.epochs=2", "run.name=again", "optim.momentum=0.5"]
     result = train(0, *others, script=script).check()
-    assert "so far were made with optim.momentum=0.9, other code in optim.py\n" in result.stdout
+    assert "with optim.momentum=0.9, a different version of optim.py\n" in result.stdout

@@ -59,7 +59,7 @@ def test_a_run_writes_all_files_of_its_folder(finished):
     last = output[output.index("test  ") :].splitlines()
     assert f"{FIRST.title()} {test_row[FIRST]:.4f}" in last[0]
     assert f", baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
-    assert last[1] == "test      intervals and groups of rows: python analyse.py runs/08"
+    assert last[1].startswith("test      ") and last[1].endswith(", run python analyse.py runs/08")
     assert "run       runs/08, model of step " in output
     assert output.count("epoch 1/3") == 1  # only rank 0 prints
     plan = "batch     32 samples over 2 ranks and 2 micro-batches, 5 steps per epoch"
@@ -169,13 +169,13 @@ def test_restarting_a_finished_run_repeats_its_result_and_more_epochs_extend_it(
     first = train(0, "run.name=long").check()
     again = train(0, "run.name=long", "log.every_steps=3", "run.resume=runs/other.pt").check()
     assert again.stdout.splitlines()[-4:] == first.stdout.splitlines()[-4:]
-    assert "trained   1 epochs: raise optim.epochs to train on" in again.stdout
-    note = "note      runs/long goes on from runs/long/checkpoints/step_00000005.pt"
+    assert "trained   1 epochs: increase optim.epochs to train further" in again.stdout
+    note = "note      runs/long resumes from runs/long/checkpoints/step_00000005.pt"
     assert f"{note}: run.init and run.resume are ignored" in again.stdout
     more = train(0, "run.name=long", "optim.epochs=2", "run.init=runs/other.pt").check()
     assert "run.init and run.resume are ignored" in more.stdout
     twice = train(0, "run.name=long", "optim.epochs=2").check()
-    assert "trained   2 epochs: raise optim.epochs" in twice.stdout
+    assert "trained   2 epochs: increase optim.epochs" in twice.stdout
     folder = tmp_path / "runs/long"
     assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
     assert len(read_metrics(folder, "test")) == 1
@@ -261,7 +261,7 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
     assert "none.pt is not a readable checkpoint (FileNotFoundError)" in result.stderr
     for option in ("run.resume", "run.init"):
         result = train(0, "run.name=none", f"{option}=runs/old")
-        problem = "old is not a readable checkpoint (IsADirectoryError): Is a directory; name a"
+        problem = "old is not a readable checkpoint (IsADirectoryError): Is a directory: give a"
         assert problem in result.stderr
 
 
@@ -281,12 +281,12 @@ def test_figures_of_an_earlier_end_go_when_a_run_trains_on(trained, train, tmp_p
     [
         (
             "model.readout=local",
-            r"saved in runs/run/checkpoints/step_00000005.pt does not match: "
-            r".*terms.knockout.*: in an empty run folder, run.init=",
+            r"runs/run/checkpoints/step_00000005.pt does not match the current model: "
+            r".*terms.knockout.*: to start from its parameters, set run.init=",
         ),
         (
             "data.batch_size=16",
-            "step_00000005.pt was trained with data.batch_size=32, not 16: set it so, or, in an",
+            "step_00000005.pt was trained with data.batch_size=32, not 16: restore that value, or",
         ),
         ("run.seed=1", "step_00000005.pt was trained with run.seed=0, not 1: "),
         ("model.hidden=16", "step_00000005.pt was trained with model.hidden=8, not 16: "),
@@ -296,7 +296,7 @@ def test_figures_of_an_earlier_end_go_when_a_run_trains_on(trained, train, tmp_p
         ),
         (
             "data.split_seed=1",
-            "step_00000005.pt was trained on different data or splits: set another run.name, or, ",
+            "step_00000005.pt was trained on other data or another split: set another run.name; ",
         ),
     ],
 )
@@ -349,8 +349,8 @@ def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
 def test_no_checkpoint_with_a_weight_that_is_not_finite_is_saved(train, tmp_path):
     result = train(0, fault="save_an_infinite_weight")
     name = "encoder.embedding"
-    expected = f"error: {name} is not finite at step 0, no checkpoint is saved: lower optim.lr\n"
-    assert result.stderr == expected
+    assert result.stderr.startswith(f"error: {name} is not finite at step 0, ")
+    assert result.stderr.count("\n") == 1
     assert not list((tmp_path / "runs/default/checkpoints").glob("*.pt"))
 
 
@@ -361,7 +361,7 @@ def test_a_run_whose_test_predictions_cannot_be_written_fails_and_resumes(train,
     assert failed.returncode == 1
     assert failed.stderr.count("error: ") == 1
     assert "Traceback" not in failed.stderr
-    reason = "cannot write runs/default/test.tsv: File too large; fix that or set run.dir"
+    reason = "cannot write runs/default/test.tsv: File too large: fix this or set run.dir"
     assert f"error: {reason}" in failed.stderr
     status = read_status(folder)
     assert status["state"] == "failed"

@@ -47,7 +47,7 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
     assert tables.weight.tolist() == [4, 1, 0.25, 1]
     assert tables.split.tolist() == [0, 1, 2, 0]
     said = (
-        "; 2 scores: growth, cell size; rows by knock-outs: 1 of 0, 2 of 1, 1 of 2, in 4 distinct"
+        "; 2 scores: growth, cell size; rows by number of knock-outs: 1 of 0, 2 of 1, 1 of 2; 4 dis"
     )
     assert said in summary_of(tables)
     rows = [(*row[:4], row[4] ** -2) for row in ROWS]
@@ -79,17 +79,17 @@ def test_scores_gaps_and_weights_are_read(tmp_path):
         (
             ("genes", "s", "split", "weight", "sd"),
             ("a", 1, "val", 1, 1),
-            r"scores.tsv:1: .* weight or sd, not both",
+            r"scores.tsv:1: .* cannot have both weight and sd",
         ),
         (
             ("genes", "split", "weight"),
             ("a", "val", 1),
-            r"scores.tsv:1: the header needs scores after genes",
+            r"scores.tsv:1: the header needs at least one score column",
         ),
         (
             ("genes", "s", "s"),
             ("a", 1, 1),
-            r"scores.tsv:1: two columns are 's': name each once",
+            r"scores.tsv:1: two columns have the name 's': ",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def penalty_of(tables: Tables, prediction: torch.Tensor, t: int) -> float:
 @pytest.mark.parametrize(("num_scores", "names"), [(1, "score0"), (2, "score0, score1")])
 def test_validation_without_any_score_is_an_error(tmp_path, num_scores, names):
     tables = without_validation(additive_tables(0.1, num_scores), *range(num_scores))
-    message = f"no val row has a score {names}: remove that column, or change the split"
+    message = f"no val row has a value of score {names}: remove the column, or change the split"
     with pytest.raises(UserError, match=message):
         KnockoutTask.from_tables(tables, Config(data=DataConfig(cache_dir=str(tmp_path))))
 
@@ -192,7 +192,7 @@ def test_a_score_without_validation_scores_has_the_penalty_that_suits_its_traini
     options = DataConfig(cache_dir=str(tmp_path))
     task = KnockoutTask.from_tables(gappy, Config(data=options))
     prediction = task.rivals["baseline"]
-    assert "note      no val row has a score score1: it does not count there" in caplog.text
+    assert "note      no val row has a value of score score1: it is ignored there" in caplog.text
     found = penalty_of(gappy, prediction, 1)
     assert expected / 11 < found < 11 * expected
     assert found < 1000
@@ -271,5 +271,5 @@ def test_a_score_that_no_training_row_has_is_named(train, tmp_path):
     write_table(tmp_path / "gaps.tsv", [("genes", "fitness", "size", "split"), *table])
     result = train(2, "data.perturbations=gaps.tsv")
     assert result.returncode == 2
-    message = "no train row has a score size: remove that column, or change the split"
+    message = "no train row has a value of score size: remove the column, or change the split"
     assert result.stderr.count(f"error: {message}") == 1

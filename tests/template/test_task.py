@@ -39,7 +39,7 @@ def test_an_edited_layer_that_the_plan_does_not_know_is_computed_without_it(monk
     monkeypatch.setattr(KnockoutConv, "add", squared)
     task.check_plan(task.build_model())
     assert task.dataset.transform is None and task.route == "shared"
-    assert "model_reach.py computes other changes of states than model.py" in caplog.text
+    assert "model_reach.py no longer computes the same state changes" in caplog.text
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 123.456])
@@ -89,7 +89,7 @@ def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_pa
     write_table(tmp_path / "gaps.tsv", table)
     files = ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
     output = train(0, *files, "optim.epochs=20", "optim.lr=0.03").check().stdout
-    assert "note      no val row has a score fitness: it does not count there" in output
+    assert "note      no val row has a value of score fitness: it is ignored there" in output
     results = read_metrics(tmp_path / "runs/default", "val")
     assert all(math.isfinite(row["loss"]) for row in results)
     best = torch.load(tmp_path / "runs/default/checkpoints/best.pt", weights_only=True)
@@ -102,7 +102,7 @@ def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_pa
 @pytest.mark.slow
 def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path):
     write_binary_scores(tmp_path)
-    note = "note      all scores are 0 or 1: optim.loss=binary predicts probabilities"
+    note = "note      all scores are 0 or 1: consider optim.loss=binary"
     assert note in train(0).check().stdout
     options = ["optim.loss=binary", "run.name=binary", "optim.epochs=10", "model.dropout=0"]
     train(0, *options).check()
@@ -125,4 +125,4 @@ def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path)
 def test_options_that_do_not_suit_the_scores(train):
     wrong = train(0, "optim.loss=binary")
     assert wrong.returncode == 2
-    assert "optim.loss=binary needs scores of 0 and 1: set optim.loss=squared" in wrong.stderr
+    assert "optim.loss=binary needs scores that are 0 or 1: set optim.loss=squared" in wrong.stderr

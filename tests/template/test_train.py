@@ -28,7 +28,7 @@ def test_a_run_prints_its_plan_and_progress(train):
     result = train(0, start=True).check()
     lines = result.stdout.splitlines()
     assert lines[0] == f"options   config.yaml, then {DEFAULTS}, then the command line"
-    made = [re.match(r"cache     making \.cache/(\w+)-", line)[1] for line in lines[1:6]]
+    made = [re.match(r"cache     writing \.cache/(\w+)-", line)[1] for line in lines[1:6]]
     assert made == ["tables", "split", "baseline", "pairs", "pair_units"]
     rank = r"rank 0, host .*, pid \d+, device cpu, threads 1 \(OMP_NUM_THREADS\), python .*"
     assert re.fullmatch(rank, lines[6])
@@ -76,7 +76,7 @@ def test_a_run_never_ends_below_the_additive_baseline(train, tmp_path):
 
 def test_a_run_that_starts_from_the_mean_has_no_word_of_a_baseline(train, tmp_path):
     result = train(0, "model.start=mean", "optim.lr=0").check()
-    assert "model of step 0, where training started: no later one" in result.stdout
+    assert "model of step 0: validation never improved" in result.stdout
     assert "baseline" not in result.stdout + result.stderr
     for file in (tmp_path / "runs/default").iterdir():
         if file.is_file() and file.suffix != ".pt":
@@ -86,8 +86,8 @@ def test_a_run_that_starts_from_the_mean_has_no_word_of_a_baseline(train, tmp_pa
 def test_training_ends_when_patience_runs_out(train, tmp_path):
     options = ["optim.lr=0", "optim.patience=2", "optim.epochs=9"]
     first = train(0, *options).check().stdout
-    assert "model of step 0, where training started: no later one was better" in first
-    assert "trained   2 epochs: raise optim.patience to train on" in first
+    assert "model of step 0: validation never improved" in first
+    assert "trained   2 epochs: increase optim.patience to train further" in first
     assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]
     assert "resumed at step 10" in train(0, *options).check().stdout
     assert [row["epoch"] for row in read_metrics(tmp_path / "runs/default", "val")] == [0, 1, 2]

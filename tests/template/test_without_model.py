@@ -321,7 +321,7 @@ def test_a_ridge_on_features_of_pairs_equals_a_plain_one():
 # ---- What is printed -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("known", "error", "place"),
-    [(0.7, 0.0, "above it"), (0.0, 0.01, "not clearly above it"), (0.0, 2.0, "below it")],
+    [(0.7, 0.0, "higher"), (0.0, 0.01, "not clearly higher"), (0.0, 2.0, "lower")],
 )
 def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place):
     """A model that knows a part of what no rival does, or adds an error to what they know."""
@@ -341,7 +341,7 @@ def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place)
     header, *lines, sentence = table_of_rivals(figures)
     assert re.split(r"\s{2,}", header.strip())[:2] == ["Pearson", "difference (95 %)"]
     assert len(lines) == len(figures) == 7
-    assert sentence == f"strongest without the model: {strongest}; the model is {place}"
+    assert sentence == f"strongest rival: {strongest}; the model's Pearson is {place}"
     low, high = figures[strongest]["gain"]
     gain = pearson(rows.y, prediction).item() - figures[strongest]["pearson"]
     assert low < gain < high
@@ -356,4 +356,4 @@ def test_analyse_prints_rivals_of_a_run_and_of_several(train, command):
         assert re.search(r"^baseline: sum of effects +-?\d\.\d{4} ", output, re.MULTILINE)
         assert re.search(r"^mean +0\.0000 ", output, re.MULTILINE)
         assert re.search(r"^pair features by ridge +-?\d\.\d{4} ", output, re.MULTILINE)
-        assert output.count("strongest without the model: ") == 1
+        assert output.count("strongest rival: ") == 1

@@ -399,9 +399,8 @@ def too_few_gpus() -> None:
     chosen = [0] if os.environ["RANK"] == "1" else []
     refused(
         DDPConfig(device_ids=chosen),
-        "2 processes on",
-        "ddp.device_ids=[0]: set --nproc_per_node to the number of GPUs to use, or, to run on the "
-        "CPU, CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'",
+        "for 2 processes with ddp.device_ids=[0]: set --nproc_per_node to the number of GPUs",
+        "set CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'",
     )
 
 

@@ -49,7 +49,7 @@ def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
     arguments = ["audit-worker", name, *options.arguments]
     status, output = launch(world_size, arguments, options.timeout, cpu=False)
     if status:
-        raise RuntimeError(f"the audit failed:\n{output}")
+        raise RuntimeError(f"the check failed:\n{output}")
     print(output, end="")
     return "MISPLACED" not in output and "WAITS" not in output
 
@@ -222,9 +222,9 @@ def audit_syncs(config: Config, ddp: Distributed) -> None:
         for (place, what), count in sorted(places.items()):
             print(f"  WAITS  {place}: {what}, in {count} of {STEPS} steps")
         if not places:
-            print("  nothing waits for the device")
+            print("  no operation waits for the device")
         return
-    raise RuntimeError("an epoch has too few steps to audit: set a smaller data.batch_size")
+    raise RuntimeError("an epoch has too few steps for this check: decrease data.batch_size")
 
 
 class WatchOnCPU(CountSynchronisations):

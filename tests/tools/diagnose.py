@@ -39,7 +39,7 @@ def rows(options: argparse.Namespace) -> bool:
     model = newest_model(task, ddp).to(ddp.device, config.optim.dtype)
     broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
     if broken:
-        print(f"the model has non-finite weights, so no row is to blame: {', '.join(broken)}")
+        print(f"the model has non-finite weights, so no row can be blamed: {', '.join(broken)}")
         return False
 
     model.eval()
@@ -54,7 +54,8 @@ def rows(options: argparse.Namespace) -> bool:
         shown = bad[:SHOWN]
     else:
         print(
-            "every loss is finite; if a step is not, lower optim.lr. Largest in the training split:"
+            "all losses are finite. If the gradient of a step is not, lower optim.lr. Training "
+            "rows with the largest losses:"
         )
         order = loss_of_row[: len(of_split["train"])].argsort(descending=True)
         shown = order[:LARGEST]
@@ -121,7 +122,7 @@ def describe_row(task: KnockoutTask, row: int, output: Tensor, losses: Tensor) -
 def trace(options: argparse.Namespace) -> None:
     """Prints where the time went in the steps that `log.profile_steps` traced, over all ranks."""
     if len(options.arguments) != 1:
-        raise UserError("trace takes one run folder, such as runs/default")
+        raise UserError("trace needs one run folder, such as runs/default")
     folder = Path(options.arguments[0])
     times = {}  # of each rank
     for path in folder.glob("trace.rank*.json"):
@@ -135,7 +136,7 @@ def trace(options: argparse.Namespace) -> None:
     for name in (*PHASES, "rest"):
         print(f"  {name:10s} {100 * mean[name] / mean['step']:5.1f} %")
     print(
-        "communication not overlapped with computation, in the above: "
+        "communication that does not overlap with computation (part of the above): "
         f"{100 * mean['exposed'] / mean['step']:.1f} %"
     )
     work = {
@@ -143,12 +144,12 @@ def trace(options: argparse.Namespace) -> None:
     }
     slowest = max(work, key=work.get)
     print(
-        f"slowest: {slowest} with {work[slowest]:.1f} ms of its own work per step, median "
-        f"{statistics.median(work.values()):.1f}"
+        f"slowest: {slowest} with {work[slowest]:.1f} ms of its own work per step; the median is "
+        f"{statistics.median(work.values()):.1f} ms"
     )
     print(
-        "open the traces in ui.perfetto.dev; on GPUs, phases are those of the host, which runs "
-        "ahead of the device"
+        "to see details, open the traces in ui.perfetto.dev; on GPUs, the times of phases are "
+        "those of the host, which runs ahead of the device"
     )
 
 
@@ -161,8 +162,8 @@ def read_trace(path: Path) -> dict[str, float]:
     num_steps = len(spans["ProfilerStep"])
     if not num_steps:
         raise UserError(
-            f"{path} contains no complete step: set log.profile_steps to less than the run's steps "
-            "minus 3"
+            f"{path} contains no complete step: set log.profile_steps to less than the number of "
+            "steps of the run minus 3"
         )
     busy = spans["device"]
     exchange = spans["nccl"]

@@ -144,8 +144,8 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
         check_devices(name, args, tensors)
     if isinstance(kwargs.get("generator"), torch.Generator):
         raise RuntimeError(
-            f"Expected a 'cuda' device type for generator but found 'cpu' ({name}): of generators, "
-            "only torch's own is pretended"
+            f"Expected a 'cuda' device type for generator but found 'cpu' ({name}): only torch's "
+            "default generator is simulated"
         )
     if on_gpu and waits(name, args, kwargs):
         wait(name)

@@ -28,9 +28,11 @@ def build() -> Path:
     """
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
     if (torch_folder / "lib" / "libtorch_cuda.so").exists():
-        raise RuntimeError("a GPU is pretended to a PyTorch for CPUs alone, this one has CUDA")
+        raise RuntimeError(
+            "a GPU can be simulated only with PyTorch for CPUs, but this one has CUDA"
+        )
     if shutil.which("g++") is None:
-        raise RuntimeError("to pretend a GPU, a small library is compiled, but there is no g++")
+        raise RuntimeError("simulating a GPU needs a small library: install g++ to compile it")
     version = (torch_folder / "version.py").read_text()
     digest = hashlib.sha256(f"{torch_folder} {version} {SOURCE.read_text()}".encode()).hexdigest()
     library = Path(tempfile.gettempdir()) / f"fake_gpu_{os.getuid()}_{digest[:16]}.so"
@@ -48,5 +50,5 @@ def compile_library(library: Path, torch_folder: Path) -> None:
     command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu"]
     result = subprocess.run([*command, "-o", str(unfinished)], stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        raise RuntimeError(f"to pretend a GPU, {SOURCE.name} does not compile: {result.stderr}")
+        raise RuntimeError(f"cannot compile {SOURCE.name} to simulate a GPU: {result.stderr}")
     unfinished.rename(library)

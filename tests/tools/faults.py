@@ -185,7 +185,7 @@ FAULTS = [
         "save",
         STEP_OF_SAVE,
         0,
-        prints="no checkpoint is saved",
+        prints="no checkpoint was saved",
     ),
     Fault("an exception in the forward pass", "raise", prints="ZeroDivisionError: injected"),
     Fault(
@@ -222,7 +222,7 @@ FAULTS = [
     Fault(
         "a rank frozen (SIGSTOP)",
         "SIGSTOP",
-        prints="rank 1: frozen, or its machine is gone, last in",
+        prints="rank 1: frozen or its machine has failed, last seen in",
         **TIMEOUT,
     ),
     Fault("one of 3 ranks killed, mid-accumulation", "SIGKILL", "backward", ranks=3, **KILLED),
@@ -259,9 +259,9 @@ def faults(options: argparse.Namespace) -> bool:
                 print(f"FAIL  {fault.name:52s} {problem}", flush=True)
             else:
                 num_passed += 1
-                outcome = f"{fault.state}, then the undisturbed result; {seconds:.0f} s"
+                outcome = f"{fault.state}, then the same result as undisturbed; {seconds:.0f} s"
                 print(f"PASS  {fault.name:52s} {outcome}", flush=True)
-    print(f"{num_passed} of {len(chosen)} faults lost nothing")
+    print(f"after {num_passed} of {len(chosen)} faults, nothing was lost")
     return num_passed == len(chosen) > 0
 
 
@@ -304,11 +304,14 @@ def lost(folder: Path, reference: Path, tolerance: float) -> str:
     best = torch.load(folder / "checkpoints/best.pt", weights_only=True)
     expected = torch.load(reference / "checkpoints/best.pt", weights_only=True)
     if best["step"] != expected["step"]:
-        return f"best.pt is of step {best['step']}, the undisturbed run's of {expected['step']}"
+        return (
+            f"best.pt is of step {best['step']}, but that of the undisturbed run is of step "
+            f"{expected['step']}"
+        )
     for name, value in expected["model"].items():
         norm = value.double().norm()
         if not relative_difference(best["model"][name], value, norm) <= tolerance:
-            return f"{name} in best.pt differs from the undisturbed run's"
+            return f"{name} in best.pt differs from that of the undisturbed run"
     return ""
 
 

@@ -28,7 +28,7 @@ def parity(options: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
             print(
-                f"training {2 * NUM_EPOCHS} epochs of few rows on {world_size} processes",
+                f"training {2 * NUM_EPOCHS} epochs on few rows with {world_size} processes",
                 file=sys.stderr,
             )
             status, output = launch(
@@ -51,8 +51,8 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
             runs[name] = folder / f"{world_size}-{accumulate}"
     first, *others = runs
     print(
-        f"compared with {first}: largest difference of a tensor over the model's norm, "
-        "and of a metric"
+        f"compared with {first}: the largest difference of a tensor, divided by the norm of the "
+        "model, and the largest relative difference of a metric"
     )
     all_agree = True
     for name in others:
@@ -62,9 +62,9 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
         metric = max(of_metrics, key=of_metrics.get)
         outcome = "PASS"
         if of_metrics[metric] > TOLERANCE:
-            outcome = f"FAIL, the metric that differs most is {metric}"
+            outcome = f"FAIL, {metric} is the metric with the largest difference"
         if differences[tensor] > TOLERANCE:
-            outcome = f"FAIL, the tensor that differs most is {tensor}"
+            outcome = f"FAIL, {tensor} is the tensor with the largest difference"
         all_agree = all_agree and outcome == "PASS"
         print(f"{name:24s} {differences[tensor]:8.1e} {of_metrics[metric]:8.1e}  {outcome}")
     return all_agree

@@ -77,14 +77,16 @@ def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
     ours, theirs = parameters(folder), parameters(reference)
     for name, value in theirs.items():
         if not relative_difference(ours[name], value, value.double().norm()) <= tolerance:
-            return f"the final {name} differs from the undisturbed run's"
+            return f"the final {name} differs from that of the undisturbed run"
     rows, others = series(folder), series(reference)
     if len(rows) != len(others):
-        return f"metrics.jsonl has {len(rows)} rows, the undisturbed run's {len(others)}"
+        return (
+            f"metrics.jsonl has {len(rows)} rows, but that of the undisturbed run has {len(others)}"
+        )
     for row, other in zip(rows, others, strict=True):
         for key, value in other.items():
             if not equal(row.get(key), value, tolerance):
-                return f"{key} differs from the undisturbed run's: {row} and {other}"
+                return f"{key} differs from that of the undisturbed run: {row} and {other}"
     return ""
 
 

@@ -96,7 +96,7 @@ def test_nonfinite_weights_are_distinguished_from_bad_rows(tables, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert not rows(SimpleNamespace(arguments=tables))
     output = capsys.readouterr().out
-    assert "the model has non-finite weights, so no row is to blame: encoder.embedding" in output
+    assert "the model has non-finite weights, so no row can be blamed: encoder.embedding" in output
     assert "row 0" not in output
 
 
@@ -109,7 +109,7 @@ def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
     shares = {name: float(share) for name, share in found}
     assert list(shares) == [*PHASES, "rest"] and sum(shares.values()) == pytest.approx(100, abs=0.5)
     assert shares["data"] > 15 and shares["rest"] < 20
-    line = r"slowest: rank(\d) with ([\d.]+) ms of its own work per step, median ([\d.]+)"
+    line = r"slowest: rank(\d) with ([\d.]+) ms of its own work per step; the median is ([\d.]+) ms"
     rank, slowest, median = re.search(line, output).groups()
     assert rank == "1"
     assert float(slowest) > float(median) + 10  # the others wait 300 ms for it
@@ -164,8 +164,8 @@ def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
     assert "  forward     25.0 %\n" in output
     assert "  agreement    5.0 %\n" in output
     assert "  rest        70.0 %\n" in output
-    assert "in the above: 9.0 %\n" in output  # 20 and 16 ms in 2 steps
-    assert "slowest: rank1 with 87.0 ms of its own work per step, median 86.0\n" in output
+    assert "(part of the above): 9.0 %\n" in output  # 20 and 16 ms in 2 steps
+    assert "slowest: rank1 with 87.0 ms of its own work per step; the median is 86.0 ms\n" in output
 
 
 def test_a_damaged_trace_is_named(tmp_path):

@@ -124,7 +124,10 @@ def test_the_example_of_runs(run, command, tmp_path):
     text = of_folds.replace("train.py", "train.py optim.epochs=1 model.readout=local")
     text = text.replace("0 1 2 3 4", "0 1").replace("/5", "/2")  # of which two cost less
     printed = run(["bash", "-c", text], timeout=500, PATH=PATH, **WITHOUT_GPU).check().stdout
-    assert "\n2 runs of 2 folds, each named by its first run: rows 6,000, scores 1\n" in printed
+    assert (
+        "\n2 runs of 2 folds, each fold named after its first run: rows 6,000, scores 1\n"
+        in printed
+    )
     command(0, tmp_path / "analyse.py", "runs/short").check()
 
 

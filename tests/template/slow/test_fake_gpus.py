@@ -14,7 +14,7 @@ from tests.template.fixtures import SMALL, write_table
 from tests.tools.runs import read_metrics
 
 GRAPHS = "; CUDA graphs\n"
-EAGER = "; no CUDA graphs, as "
+EAGER = "; no CUDA graphs, because "
 HALF = ("optim.precision=bf16", "optim.precision=fp16")  # whose operators differ by device
 RUNS = [  # on the tiny tables: options that do not touch each other stand together
     ["model.readout=local", "model.checkpointing=true", "optim.accumulate=3", "optim.clip=0"],
@@ -53,7 +53,7 @@ def test_runs_by_option(on_fake_gpus, train, tmp_path, options):
 @pytest.mark.usefixtures("on_fake_gpus")
 def test_pair_features_that_are_computed_with_each_batch(train, tmp_path):
     log = train(0, "run.name=gpu", fault="fake_gpu keep_no_pair_features").check().stdout
-    assert GRAPHS in log and "computed with each batch" in log
+    assert GRAPHS in log and "computed for each batch" in log
     assert_the_numbers_of_the_cpu(train, tmp_path)
 
 

@@ -33,8 +33,9 @@ def test_the_file_of_the_contract_may_follow_a_space(run, tmp_path, active_path)
 def test_help_needs_no_package(run):
     words = ["optim.lr=0.1", "--help"]
     result = run([str(ROOT / "launch.sh"), *words], PATH="/usr/bin:/bin").check()
-    assert result.stdout.startswith("Installs what is missing, then trains with torchrun")
+    assert result.stdout.startswith("Trains with torchrun")
     assert "  ./launch.sh copy DIR " in result.stdout
+    assert "SBATCH" not in result.stdout
 
 
 def test_a_broken_plugin_of_pytest_stops_no_test(run, tmp_path, active_path):
@@ -120,7 +121,7 @@ def test_missing_packages_are_installed_beside_the_script(run, tmp_path):
             0,
             "JobState=RUNNING",
             100,
-            "error: requeued 100 times: check its progress, and raise --time",
+            "error: the job was requeued 100 times: check its progress, and increase --time",
         ),
     ],
 )
@@ -246,7 +247,7 @@ def test_a_container_has_the_variables_of_slurm_without_its_commands(launch, var
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"NPROC": "auto"}, "NPROC=auto is not a number of processes: unset it for one per GPU"),
+        ({"NPROC": "auto"}, "NPROC=auto is not a number of processes: unset it to use"),
         ({"NPROC": "gpu"}, "NPROC=gpu is not a number of processes"),
         ({"NPROC": "0"}, "NPROC=0 is not a number of processes"),
         ({"PET_NNODES": "2"}, "NNODES=2 needs RDZV=host:port"),
@@ -283,7 +284,7 @@ def test_a_failure_of_a_step_before_torchrun_ends_it(launch, place):
 def test_without_the_folder_tests_there_are_none_to_run(launch, place):
     result = launch("test")
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: there is no {place}/copy/tests: copy that folder")
+    assert result.stderr.startswith(f"error: there is no {place}/copy/tests: copy this folder")
 
 
 @pytest.mark.parametrize("can_be_installed", [True, False])
@@ -330,7 +331,7 @@ def test_missing_packages_and_an_old_torch_are_noticed(launch, place, version, o
 def test_a_wrong_meeting_place_ends_before_torchrun(launch):
     result = launch(NNODES="2", RDZV="none.invalid:1")
     assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr == "error: cannot resolve the host none.invalid (RDZV)\n"
+    assert result.stderr == "error: RDZV: cannot resolve the host name none.invalid\n"
 
 
 def test_torchrun_is_told_where_the_machines_meet(launch, place):

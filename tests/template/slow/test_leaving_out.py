@@ -95,7 +95,7 @@ def test_a_copy_without_a_part_trains_as_the_template_does(
         assert len(found) == len(expected) >= 3
         for row, expected_row in zip(found, expected, strict=True):
             assert row == pytest.approx(expected_row, rel=tolerance, abs=tolerance)
-    readme = (copy / "README.md").read_text().partition("parts left out")[0]
+    readme = (copy / "README.md").read_text().partition("Parts that are left out")[0]
     texts = [(tmp_path / "runs/own2/log.rank0.txt").read_text(), readme]
     texts += run_the_other_commands(command, tmp_path, copy)
     for word in WORDS[name]:

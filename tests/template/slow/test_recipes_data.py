@@ -65,7 +65,7 @@ def test_weighted_dataset(copy, tables, tmp_path):
     (tmp_path / "outlier.jsonl").write_text("\n".join(lines))
     outlier = str(tmp_path / "outlier.jsonl")
     (note,) = read_tables(edges, outlier, "", [], False).notes
-    assert note.startswith(f"{outlier}:71: the score makes ")
+    assert note.startswith(f"{outlier}:71: this row accounts for ")
 
 
 def test_weighted_dataset_of_wrong_files(copy, tables, tmp_path):
@@ -85,7 +85,7 @@ def test_weighted_dataset_of_wrong_files(copy, tables, tmp_path):
     for name, message in (
         ("scores.tsv", f"scores.tsv {no_lines}\n"),
         ("no_sd.jsonl", f"no_sd.jsonl {no_lines}\n"),
-        ("level.jsonl", "level.jsonl:2: the genes 'Y00,Y01=x' have 'Y01=x': no name, or no level"),
+        ("level.jsonl", "level.jsonl:2: the genes 'Y00,Y01=x' contain 'Y01=x', which has no name "),
         ("sd.jsonl", "sd.jsonl:1: the sd '0.0' is not a number from 1e-30 to 1e+30\n"),
     ):
         refuse(copy, message, "train.py", f"data.perturbations={name}", "run.name=wrong")
@@ -183,7 +183,7 @@ def test_covariates(copy, tables, samples, tmp_path):
             "scores.tsv:1: there is no column 'light' (data.covariates)",
         ),
         ("{drug: number}", f"scores.tsv:4: the drug '{samples[2][3]}' is not a number"),
-        ("{drug: text}", "data.covariates: drug is no text: set number or category"),
+        ("{drug: text}", "data.covariates: drug: text is not number or category"),
     ):
         refuse(copy, message, "train.py", f"data.covariates={kinds}", "run.name=wrong")
 
@@ -302,7 +302,7 @@ def test_rules(rules_copy, rules, deletions, tmp_path):
     for gene in ("g1", "g2"):
         assert float(predictions[gene]) == pytest.approx(float(singles[gene]), abs=1e-5)
 
-    no_levels = "have a level: with data.rules, a gene is deleted or intact"
+    no_levels = "contain a level: with data.rules, a gene is deleted or intact"
     write_table(tmp_path / "ask.tsv", [("genes",), ("g1=0",), ("g1,g2=1",)])
     refuse(rules_copy, f"ask.tsv:3: the genes 'g1,g2=1' {no_levels}", "predict.py", "ask.tsv", BEST)
     message = "all-pairs=0.3 has a level: with data.rules, a gene is deleted or intact\n"
@@ -311,7 +311,7 @@ def test_rules(rules_copy, rules, deletions, tmp_path):
 
 def test_wrong_rules(rules_copy, deletions, tmp_path):
     def assert_refused(rules, message):
-        refuse(rules_copy, f"{message}\n", "train.py", f"data.rules={rules}", "run.name=wrong")
+        refuse(rules_copy, message, "train.py", f"data.rules={rules}", "run.name=wrong")
 
     for rule in (
         "(g1 and g2",
@@ -329,7 +329,7 @@ def test_wrong_rules(rules_copy, deletions, tmp_path):
     row = next(i for i, (names, _) in enumerate(deletions) if names != "g1")
     for table, message in (
         ([("NONE", "g1")], "wrong.tsv:2: the reaction 'NONE' is in no row of data.edges"),
-        ([("Y01", "g1"), ("Y01", "g2")], "wrong.tsv:3: the reaction 'Y01' stands twice"),
+        ([("Y01", "g1"), ("Y01", "g2")], "wrong.tsv:3: the reaction 'Y01' has two rows"),
         ([("Y01", ""), ("Y02", "NA")], "wrong.tsv: no reaction has a rule"),
         (
             [("Y01", "g1")],
@@ -338,11 +338,10 @@ def test_wrong_rules(rules_copy, deletions, tmp_path):
     ):
         write_table(tmp_path / "wrong.tsv", [("reaction", "rule"), *table])
         assert_refused("wrong.tsv", message)
-    where = f"{tmp_path}, the working folder, from which all paths count"
-    assert_refused("none.tsv", f"cannot read none.tsv: No such file or directory in {where}")
+    assert_refused("none.tsv", "cannot read none.tsv: No such file or directory (paths are rel")
     levels = [("g1=0", 1.0), ("g1,g2=0.3", 1.0)]
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *deletions, *levels])
-    no_levels = "have a level: with data.rules, a gene is deleted or intact"
+    no_levels = "contain a level: with data.rules, a gene is deleted or intact"
     place = f"scores.tsv:{len(deletions) + 3}"
     assert_refused("rules.tsv", f"{place}: the genes 'g1,g2=0.3' {no_levels}")
 
@@ -353,7 +352,7 @@ def test_without_rules_the_named_nodes_are_perturbed_and_may_have_levels(
     levels = [("g1=0", 1.0), ("g1,g2=0.3", 1.0)]
     write_table(tmp_path / "scores.tsv", [("genes", "score"), *deletions, *levels])
     output = launch(rules_copy, 1, "train.py", "data.rules=", "run.name=nodes")
-    assert "do the tables use the same names?" in output
+    assert "check that all tables use the same names" in output
 
 
 # Prints which reactions die in each row, as the copy says.

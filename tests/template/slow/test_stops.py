@@ -120,4 +120,4 @@ def test_a_batch_that_a_loader_process_cannot_send_ends_the_run_with_the_reason(
     result = train(0, *SETTINGS, "data.workers=1", fault="unsendable_batch", launcher=True)
     assert result.returncode == 1
     assert "with_a_function.<locals>.<lambda>" in result.stderr  # what cannot be pickled
-    assert "error: a batch cannot be sent, is /dev/shm full? " in result.stderr
+    assert "error: a DataLoader worker cannot send a batch, is /dev/shm full? " in result.stderr

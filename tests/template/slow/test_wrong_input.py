@@ -17,17 +17,17 @@ WRONG_INPUT = [
     ),
     (
         ["ddp.options={bucket_cap: 1}"],
-        "ddp.options: bucket_cap: 1 is no argument of DistributedDataParallel that is true or",
+        "ddp.options: bucket_cap: 1 is invalid: give arguments of DistributedDataParallel",
     ),
     (["data.edges=missing.tsv"], "cannot read missing.tsv: No such file or directory"),
     (["data.perturbations=wrong.tsv"], "wrong.tsv:3: the score 'high' is not a number"),
     (
         ["run.dir=.", "run.name=taken"],
-        "cannot write taken: Is a directory; fix that or set run.dir",
+        "cannot write taken: Is a directory: fix this or set run.dir",
     ),
     (
         ["run.dir=scores.tsv"],
-        "cannot write scores.tsv/default: Not a directory; fix that or set run.dir",
+        "cannot write scores.tsv/default: Not a directory: fix this or set run.dir",
     ),
 ]
 
