@@ -36,9 +36,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-# As in train.py.
+# See train.py.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
-warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of PyG's import
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # raised when PyG is imported
 
 import torch
 
@@ -75,10 +75,10 @@ from run_checkpoint import explain_write_errors, read_checkpoint, write_atomical
 from run_folder import read_metrics, read_status
 from run_results import row_labels
 
-SHOWN = 20  # targets printed at most
+SHOWN = 20  # largest number of targets that are printed
 NO_RIVAL = "test.tsv has no rival, so there are no differences for groups of rows (see model.start)"
 DIFFERENCE = "difference (95 %)"
-# Titles of the columns behind those of `METRICS` and their rivals.
+# Titles of the columns after those of `METRICS` and their rivals.
 TITLES = {
     "ceiling_pearson": "noise ceiling",
     "mse_top20": "MSE of top 20",
@@ -96,7 +96,10 @@ TITLES = {
 
 # ---- The command ---------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Analyses as a command line says, by default this process's; returns the exit status."""
+    """Analyses runs as the command line says; returns the exit status.
+
+    `arguments` is the command line, by default that of this process.
+    """
     num_threads = torch.get_num_threads()
     set_threads(local_world_size=1)
     try:
@@ -104,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status
-    except SystemExit:  # after --help
+    except SystemExit:  # raised by --help
         return 0
     finally:
         torch.set_num_threads(num_threads)
@@ -121,7 +124,7 @@ def read_arguments(arguments: Sequence[str] | None) -> Namespace:
 
 
 def report(arguments: Namespace) -> int:
-    """Prints what is asked for, and returns the exit status; raises `UserError`."""
+    """Prints the analysis, and returns the exit status; raises `UserError`."""
     if len(arguments.runs) == 1:
         analysis, lines = report_of_run(arguments.runs[0])
     else:
@@ -131,7 +134,7 @@ def report(arguments: Namespace) -> int:
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:
-        pass  # such as `head`, which wants no more lines
+        pass  # the reader, such as `head`, has closed the pipe
     except OSError as error:
         print(f"error: cannot print the figures: {error.strerror}", file=sys.stderr)
         return 1
@@ -139,7 +142,7 @@ def report(arguments: Namespace) -> int:
 
 
 def report_of_run(folder: Path) -> tuple[dict, list[str]]:
-    """Writes test.json and test.svg into a run's folder.
+    """Writes test.json and test.svg to a run's folder.
 
     Returns the content of test.json, and the lines to print. Raises `UserError`.
     """
@@ -181,41 +184,44 @@ def as_json(analysis: dict) -> str:
 def analyse_run(run: str | Path) -> dict[str, Any]:
     """Returns the metrics of a run's test predictions by name: the content of test.json.
 
-    Nothing is printed or written. A metric that is not defined is nan. The keys are
+    Nothing is printed or written. An undefined metric is nan. The keys are
 
-    - `pearson`, `r2` and so on: of all rows; `gain`: the 95 % interval of Pearson's r less
-      that of the rival in test.tsv, if there is one;
-    - `by_unseen`, `by_deletions`, `by_level`: the same of groups of rows;
+    - `pearson`, `r2` and so on: metrics of all rows; `gain`: the 95 % interval of Pearson's r
+      minus that of the rival in test.tsv, if there is one;
+    - `by_unseen`, `by_deletions`, `by_level`: the same for groups of rows;
     - `targets`: the metrics of each target, if there are several;
-    - `rivals`: the metrics of predictions without the model, or `no_rivals`: why there are none.
+    - `rivals`: the metrics of predictions without the model, or `no_rivals`: the reason why
+      there are none.
 
-    The run is its folder. Raises `UserError` if it has not finished, or is of another version.
+    `run` is a run folder. Raises `UserError` if the run has not finished, or was made with a
+    different version of the template.
     """
     folder = Path(run)
     return metrics_of_run(folder, read_run(folder))
 
 
 def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
-    """Returns the metrics of several runs' test predictions, of each run and of their mean.
+    """Returns the metrics of several runs' test predictions, for each run and for their ensemble.
 
-    Nothing is printed or written. A metric that is not defined is nan. The keys are
+    Nothing is printed or written. An undefined metric is nan. The keys are
 
-    - `options`: of each run by its folder, the options and hashes of code in which they differ;
-    - `notes`: which runs are the same run as another, or of scores in other units;
-    - `results`: of each, the best step, and metrics of validation and test, the best in validation
-      first;
-    - `figures`: the metrics of each, by folder; `mean` and `sd`: mean and standard deviation of
-      these; `ensemble`: the metrics of the mean prediction;
-    - `best_two`: the two `runs` of the best first metric, its `difference`, and as `gain` the 95 %
-      interval of that for other test rows, of which both runs get the same;
-    - `rivals` or `no_rivals`: as in `analyse_run`, beside the ensemble.
+    - `options`: for each run folder, the options and hashes of code files that differ between runs;
+    - `notes`: warnings about runs that are the same, or have scores in different units;
+    - `results`: the best step of each run, and its metrics in validation and test, best validation
+      metric first;
+    - `figures`: the metrics of each run, by folder; `mean` and `sd`: their mean and standard
+      deviation; `ensemble`: the metrics of the mean prediction;
+    - `best_two`: the two `runs` with the best first metric, the `difference` of this metric, and as
+      `gain` its 95 % interval over resampled test rows, which are the same for both runs;
+    - `rivals` or `no_rivals`: as in `analyse_run`, compared with the ensemble.
 
-    Of folds, whose test rows differ, `folds` has the runs of each by the first of them. `figures`
-    are then of the folds, each the mean prediction of its runs, and `all_folds` is what
-    `analyse_run` returns, of all their rows together.
+    Runs with different test rows are folds. `folds` then lists the runs of each fold, by its first
+    run. `figures` are those of the folds, each with the mean prediction of its runs. `all_folds` is
+    the result of `analyse_run` for the rows of all folds together.
 
-    The runs are two folders or more. Raises `UserError` if one has not finished, is of another
-    version, shares some test rows with another one, but not all, or is named twice.
+    `runs` are at least two folders. Raises `UserError` if a run has not finished, was made with a
+    different version of the template, is listed twice, or shares only some test rows with another
+    run.
     """
     folders = []
     if not isinstance(runs, str | Path):
@@ -236,21 +242,21 @@ def metrics_of_run(folder: Path, rows: Results) -> dict[str, Any]:
 
 
 def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Results]:
-    """Returns the result of `compare`, and all test rows, with the mean prediction of each fold.
+    """Returns the result of `compare`, and all test rows with the mean prediction of each fold.
 
     `members` are the rows of each run's test.tsv, by folder.
     """
     configs = {name: config_of(Path(name)) for name in members}
     losses = {config.optim.loss for config in configs.values()}
-    loss = losses.pop() if len(losses) == 1 else "squared"  # whose ensemble is the mean
-    folds = folds_of(members)  # the runs of each, by the first of them
+    loss = losses.pop() if len(losses) == 1 else "squared"  # its ensemble is the mean
+    folds = folds_of(members)  # {first run of a fold: all its runs}
     of_folds = {}
     for first, names in folds.items():
         of_folds[first] = ensemble_of([members[name] for name in names], loss)
     rows = together(list(of_folds.values()))
     rivals = rivals_or_reason(rows, {first: configs[first] for first in folds})
     analysis = about_runs(configs)
-    if len(folds) == 1:  # runs of the same test rows
+    if len(folds) == 1:  # all runs have the same test rows
         analysis["results"] = best_first(analysis["results"])
         analysis |= metrics_of_each(members, loss)
         analysis["ensemble"] = metrics_of_all(rows, loss)
@@ -264,7 +270,7 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
 
 
 def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
-    """Returns the `options`, `notes` and `results` of `compare`, given those of each folder."""
+    """Returns the `options`, `notes` and `results` of `compare`, given each folder's options."""
     described = {name: config.options() for name, config in configs.items()}
     notes = []
     checkpoints = []
@@ -284,20 +290,20 @@ def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
 
 
 def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any]:
-    """Returns the metrics of `rivals`, or `no_rivals`: why these are not known.
+    """Returns the metrics of `rivals`, or as `no_rivals` the reason why they are not known.
 
-    The rows are those of a run of each fold, given by folder. Rivals are fitted in each fold; in
-    one where a rival cannot be, it predicts as the sum of effects. They predict the test rows of
-    the tables, which must be those of test.tsv, one by one.
+    `configs` has the folder of one run of each fold. Rivals are fitted in each fold; if a rival
+    cannot be fitted in a fold, the sum of effects replaces it there. They predict the test rows of
+    the tables, which must be the rows of test.tsv in the same order.
     """
     if not is_here("analyse_rivals"):
         return {"no_rivals": "this copy does not have analyse_rivals.py"}
     from analyse_rivals import pair_rival, rivals
 
-    of_folds = []  # predictions of a fold's rivals, by name
+    of_folds = []  # for each fold, {rival: its predictions}
     genes = []
     for folder, config in configs.items():
-        loss = config.optim.loss  # that of all folds, or all are of scores of one kind
+        loss = config.optim.loss  # the same in all folds, or at least for the same kind of scores
         try:
             tables = tables_of(config.data, Path(folder))
         except UserError as error:
@@ -315,7 +321,7 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
 
 # ---- Files ---------------------------------------------------------------------------------------
 def read_run(folder: Path) -> Results:
-    """Returns the rows of a run's test.tsv; raises `UserError`, also if it is not finished."""
+    """Returns the rows of a run's test.tsv; raises `UserError`, also for an unfinished run."""
     file = folder / "test.tsv"
     state = read_status(folder).get("state", "finished")
     if state != "finished" and not os.path.exists(file):
@@ -327,10 +333,10 @@ def read_run(folder: Path) -> Results:
 
 
 def read_runs(folders: list[Path]) -> dict[str, Results]:
-    """Returns the rows of each run's test.tsv by folder.
+    """Returns the rows of each run's test.tsv by folder; raises `UserError`.
 
-    Of several losses, the prediction of the score is all that is compared. Raises `UserError`, also
-    if only some are losses of scores of 0 and 1, or a run is named twice.
+    If the runs have different losses, only the predictions of the score are kept. It is an error if
+    only some losses are for scores of 0 and 1, or if a run is listed twice.
     """
     places = set()
     for folder in folders:
@@ -362,7 +368,7 @@ def config_of(folder: Path) -> Config:
 
 
 def tables_of(config: data.DataConfig, folder: Path) -> Tables:
-    """Returns the tables of a run; raises `UserError` if they have changed since."""
+    """Returns the tables of a run; raises `UserError` if they have changed since the run."""
     tables = data.load(config)
     if read_checkpoint(folder / "checkpoints/best.pt")["data"] != tables.fingerprint():
         raise UserError("the tables have changed since the run")
@@ -371,7 +377,7 @@ def tables_of(config: data.DataConfig, folder: Path) -> Tables:
 
 # ---- Text ----------------------------------------------------------------------------------------
 def columns_beside(rivals: Collection[str]) -> dict[str, str]:
-    """Returns the names and titles of all columns, those of rivals behind the model's."""
+    """Returns {name: title} of all columns; those of rivals follow the model's."""
     titles = {"n": "rows", "rows": "all rows", "pearson": "Pearson"}
     for rival in rivals:
         titles[f"{rival}_pearson"] = rival
@@ -389,7 +395,7 @@ def columns_beside(rivals: Collection[str]) -> dict[str, str]:
 
 
 def lines_of_run(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of a run, and those of its rivals, as lines."""
+    """Returns the metrics of a run and of its rivals, as lines."""
     lines = table(analysis, rivals)
     if rivals or "rivals" in analysis:
         lines.append(
@@ -400,7 +406,7 @@ def lines_of_run(analysis: dict, rivals: Collection[str]) -> list[str]:
 
 
 def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of several runs or folds, alone and together, as lines."""
+    """Returns the metrics of several runs or folds, and of all together, as lines."""
     rows = [*analysis["figures"].items()]
     rows += [("mean", analysis["mean"]), ("standard deviation", analysis["sd"])]
     if "folds" in analysis:
@@ -420,7 +426,7 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
 
 
 def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of the rivals as lines, or a line that says why they are not known."""
+    """Returns the metrics of the rivals as lines, or a line with the reason why there are none."""
     if "no_rivals" in analysis:
         reason = analysis["no_rivals"]
         return [f"no comparison with predictions that do not use the model: {reason}"]
@@ -429,7 +435,7 @@ def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
 
 
 def table(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the lines of a table of metrics: all rows, each smaller group, the first targets."""
+    """Returns a table of metrics as lines: all rows, each smaller group, and the first targets."""
     rows = [("all", analysis)]
     for name in ("unseen", "deletions"):
         for k, group in analysis[f"by_{name}"].items():
@@ -447,7 +453,7 @@ def table(analysis: dict, rivals: Collection[str]) -> list[str]:
 
 
 def table_of_options(analysis: dict) -> list[str]:
-    """Returns the lines of a table of runs: options and code in which they differ, and results."""
+    """Returns a table of runs as lines: options and code that differ between them, and results."""
     rows = []
     for run, results in analysis["results"].items():
         options = {key: str(value) for key, value in analysis["options"][run].items()}
@@ -457,10 +463,10 @@ def table_of_options(analysis: dict) -> list[str]:
 
 
 def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
-    """Returns the lines of a table of `metrics_of_rivals`, and a sentence about the strongest.
+    """Returns a table of `metrics_of_rivals` as lines, and a sentence about the strongest rival.
 
-    An end of the interval that is printed as 0 is none: equal predictions differ by the digits of
-    their file.
+    An end of the interval that is printed as 0 counts as 0, because equal predictions differ by the
+    rounding of their files.
     """
     strongest = next(iter(rivals))
     of_strongest = rivals[strongest]
@@ -477,9 +483,10 @@ def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
 
 
 def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:
-    """Returns the lines of a table: a header, and the cells under each title that has some.
+    """Returns the lines of a table: a header, and the cells of each row.
 
-    A row is its label, and its cells by name; `titles` has the title of each name.
+    A row is a label and {name: cell}. `titles` maps the names to titles of columns; columns without
+    cells are left out.
     """
     names = [name for name in titles if any(name in cells for _, cells in rows)]
     texts = [["", *(titles[name] for name in names)]]
@@ -494,7 +501,7 @@ def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str
 
 
 def cell(value: object) -> str:
-    """Returns the text of a cell: a text, an interval, or a number; "-" if it is not defined."""
+    """Returns the text of a cell: a text, an interval or a number; "-" if it is undefined."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Metrics of test predictions: of all rows and of groups of them, with their intervals.
+"""Metrics of test predictions, for all rows and for groups of rows, with confidence intervals.
 
 Shapes: n rows of T targets, R resamples, C bootstrap clusters.
 """
@@ -18,17 +18,19 @@ from analyse_results import Results, are_equal_in_files
 from losses import LOSSES
 from metrics import apply, first_metric, outputs_of
 
-PROFILE = 20  # targets: with more of them, a row is a profile
-MOST = 3  # of deletions and unseen genes; rows with more are counted with those
-LEVELS = 12  # most that are shown as groups of rows
-CELLS = 10**8  # rows x targets x resamples of an interval, about, which takes half a minute
+PROFILE = 20  # with more targets than this, a row is a profile
+# Largest number of deletions or unseen genes with its own group; rows with more belong to this
+# group.
+MOST = 3
+LEVELS = 12  # largest number of levels that are shown as groups
+CELLS = 10**8  # rows * targets * resamples of an interval, which then takes about half a minute
 
 
 def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
-    """Returns the metrics of all rows, of groups of them, and of each of several targets.
+    """Returns the metrics of all rows, of groups of rows, and of each target if there are several.
 
-    Those of rows are `metrics_of_rows`. Groups are by the number of unseen genes, by the number of
-    deletions, and by level if there are 2 to 12 of them.
+    Those of rows are `metrics_of_rows`. The groups are by number of unseen genes, by number of
+    deletions, and by level if there are 2 to 12 levels.
     """
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
@@ -40,7 +42,7 @@ def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
     grouped["genes_drawn"] = num_drawn["gene"]
 
     def of_group(is_in_group: Tensor) -> dict:
-        """Returns the metrics of a group of scores, bool [n, T] or, of whole rows, [n, 1]."""
+        """Returns the metrics of a group of scores, bool [n, T], or of complete rows, [n, 1]."""
         cluster_of_group = cluster[is_in_group.any(dim=1)]
         return metrics_of_rows(rows.select(is_in_group), cluster_of_group, loss, resamples)
 
@@ -67,11 +69,11 @@ def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
 
 
 def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -> dict:
-    """Returns the number of rows, and the means over targets of `target_metrics`.
+    """Returns the number of rows, and the means of `target_metrics` over targets.
 
-    If rows have a rival, there are also the `gains` over the first one, for which rows of the same
-    `cluster`, long [n, 2], are drawn together. `n` is the number of rows with a score. Where rows
-    are profiles, there are also `profile_metrics`.
+    If rows have a rival, it adds the `gains` over the first one; they are computed by drawing rows
+    of the same `cluster`, long [n, 2], together. `n` is the number of rows with a score. If rows
+    are profiles, it adds `profile_metrics`.
     """
     y = rows.y
     means = nanmeans(target_metrics(rows, loss))
@@ -89,9 +91,10 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
 
 
 def gains(rows: Results, others: dict[str, Tensor], cluster: Tensor, resamples: int) -> dict:
-    """Returns the 95 % intervals of metrics less those of other predictions [n, T] by name.
+    """Returns the 95 % intervals of metrics minus those of other predictions, by `name_of_gain`.
 
-    They are those `with_pearson` of what the others predict, each by its `name_of_gain`.
+    `others` are predictions [n, T] by name. The metrics are those of `with_pearson` for which there
+    are all predictions.
     """
     intervals = {}
     for name, metric in with_pearson().items():
@@ -110,25 +113,25 @@ def gains(rows: Results, others: dict[str, Tensor], cluster: Tensor, resamples: 
 
 
 def with_pearson() -> dict[str, Callable[..., Tensor]]:
-    """Returns the metrics that stand beside the rivals': Pearson's r and `metrics.METRICS`."""
+    """Returns the metrics that are reported with the rivals': Pearson's r and `metrics.METRICS`."""
     return {"pearson": metrics.pearson} | metrics.METRICS
 
 
 def name_of_gain(metric: str) -> str:
-    """Returns the name of the interval of a metric: `gain` of `pearson`, `x_gain` of another."""
+    """Returns the name of a metric's interval: `gain` for `pearson`, `x_gain` for a metric `x`."""
     return f"{metric}_gain".replace("pearson_gain", "gain")
 
 
 def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the mean of each metric's values, such as one per target, without nan."""
+    """Returns the mean of each metric's values that are not nan, such as one value per target."""
     return {name: metric.nanmean().item() for name, metric in each.items()}
 
 
 def profile_metrics(rows: Results) -> dict[str, float]:
     """Returns the means over rows of Pearson's r within a row, and of the largest scores' error.
 
-    That is the squared error of the `PROFILE` largest absolute scores of each row. All rows count
-    alike.
+    This is the squared error of the `PROFILE` largest absolute scores of each row. Rows are not
+    weighted.
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
@@ -140,13 +143,12 @@ def profile_metrics(rows: Results) -> dict[str, float]:
 
 
 def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
-    """Returns the metrics of each target by name, [T] each, nan where undefined.
+    """Returns the metrics of each target by name, [T] each, nan if undefined.
 
-    Those `with_pearson` stand beside the rivals'. If rows have an `sd`, there are also the ceilings
-    of R2 and of Pearson's r, which predictions without an error would reach. If predictions have
-    one, there are the shares of scores that lie within 1 and 2 of them. For binary scores,
-    there are also AUROC and average precision of finding the rows of 1 by high predictions, in
-    which all rows count alike.
+    Those of `with_pearson` include the rivals'. If rows have an `sd`, it adds the ceilings of R2
+    and of Pearson's r: the values of a perfect prediction, given the noise. If predictions have an
+    `sd`, it adds the shares of scores within 1 and 2 of them. For binary scores, it adds AUROC and
+    average precision for finding the rows with score 1 by high predictions, without weights.
     """
     y = rows.y
     prediction = rows.prediction
@@ -171,13 +173,13 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
 
 
 def number_of_resamples(num_cells: int) -> int:
-    """Returns the number of resamples of an interval: 1,000, fewer for more than 100,000 scores."""
+    """Returns the number of resamples of an interval: 1,000, or fewer for over 100,000 scores."""
     return max(100, min(1000, CELLS // num_cells))
 
 
 # ---- Several runs --------------------------------------------------------------------------------
 def ensemble_of(members: list[Results], loss: str) -> Results:
-    """Returns the rows with what the members predict together, by their loss."""
+    """Returns the rows with the ensemble's predictions, which are combined as the loss defines."""
     of_members = {}
     for name in members[0].predictions:
         of_members[name] = torch.stack([rows.predictions[name] for rows in members])
@@ -188,7 +190,7 @@ def ensemble_of(members: list[Results], loss: str) -> Results:
 def metrics_of_each(members: dict[str, Results], loss: str) -> dict[str, dict]:
     """Returns the metrics of each member as `figures`, their `mean` and standard deviation `sd`.
 
-    Those of a member are the means of its `target_metrics`.
+    The metrics of a member are the means of its `target_metrics`.
     """
     by_member = {}
     for name, rows in members.items():
@@ -209,10 +211,10 @@ def metrics_of_all(rows: Results, loss: str) -> dict:
 
 
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
-    """Returns the names of the two best `runs`, and their `difference` in the `first_metric`.
+    """Returns the two `runs` with the best `first_metric`, and the `difference` of this metric.
 
     `gain` is the 95 % interval of the difference. Rows are drawn as in `metrics_of_rows`, the same
-    ones for both runs.
+    rows for both runs.
     """
     figures = metrics_of_each(members, loss)["figures"]
     metric = first_metric(next(iter(figures.values())))
@@ -229,10 +231,10 @@ def difference_of_best(members: dict[str, Results], loss: str) -> dict:
 
 # ---- Without the model ---------------------------------------------------------------------------
 def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
-    """Returns the metrics of rivals, the best first, given the prediction [n, T] of each by name.
+    """Returns the metrics of rivals, best first, given the prediction [n, T] of each by name.
 
-    They are ordered by their `first_metric`. `gain` is the 95 % interval of the model's Pearson's
-    r less theirs; that of another first metric is there, too.
+    They are sorted by `first_metric`. `gain` is the 95 % interval of the model's Pearson's r minus
+    theirs. If the first metric is not Pearson's r, its interval is added.
     """
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
@@ -253,10 +255,10 @@ def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) 
 
 
 def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns predictions [n, T] by name, and behind them those of test.tsv's rivals.
+    """Returns predictions [n, T] by name, followed by those of the rivals in test.tsv.
 
-    One that predicts the same as a rival of test.tsv gets the rival's name and a colon in front,
-    in place of that.
+    If a prediction is the same as a rival of test.tsv, its name is prefixed with the rival's name
+    and a colon, and the rival is not added.
     """
     for rival, of_rival in rivals.items():
         named = {}
@@ -274,8 +276,8 @@ def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> di
 def noise_ceiling(y: Tensor, sd: Tensor, weight: Tensor | float) -> Tensor:
     """Returns the largest R2 that noise in y allows, 1 - noise variance / variance of y, [T].
 
-    `sd` is the noise's standard deviation, [n, 1]. The ceiling is nan where y varies no more than
-    the noise.
+    `sd` is the noise's standard deviation, [n, 1]. The ceiling is nan if y varies no more than the
+    noise.
     """
     noise = metrics.mean_present(sd.square().expand(y.shape), y, weight)
     _, std = metrics.mean_and_std(y, weight)
@@ -285,14 +287,14 @@ def noise_ceiling(y: Tensor, sd: Tensor, weight: Tensor | float) -> Tensor:
 
 
 def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns Pearson's r over the targets of each row, [n], nan where undefined."""
+    """Returns Pearson's r over the targets of each row, [n], nan if undefined."""
     return metrics.pearson(y.T, prediction.T)
 
 
 def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the AUROC, [T], of finding the `positive` rows, bool [n, T], by certainty [n, T].
+    """Returns the AUROC, [T], for finding the `positive` rows, bool [n, T], by certainty [n, T].
 
-    A row whose certainty is nan does not count. The AUROC is nan without two classes.
+    Rows with certainty nan are ignored. The AUROC is nan without two classes.
     """
     ranks = metrics.rank(certainty)
     num_positive = positive.sum(dim=0)
@@ -303,7 +305,7 @@ def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
 
 
 def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the average precision of finding the `positive` rows as in `auroc`, [T]."""
+    """Returns the average precision for finding the `positive` rows as in `auroc`, [T]."""
     num_positive = at_least_as_certain(certainty, positive)
     num_rows = at_least_as_certain(certainty, ~certainty.isnan())
     precision = num_positive / num_rows
@@ -311,7 +313,7 @@ def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
 
 
 def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
-    """Returns the number of `counted` rows, bool [n, T], as certain as each row or more, [n, T]."""
+    """Returns how many `counted` rows, bool [n, T], are at least as certain as each row, [n, T]."""
     doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
     ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
     return torch.searchsorted(ordered, doubt, right=True).T
@@ -327,12 +329,12 @@ def resampled_pearson(
 ) -> Tensor:
     """Returns the mean over targets of Pearson's r in each resample of the rows, [R].
 
-    Rows count by their weight, [n, 1], as in `pearson`.
+    Rows have a weight, [n, 1], as in `pearson`.
 
-    A resample draws C of the C clusters with replacement, each with all its rows. `cluster` has the
-    numbers of each row's clusters, long [n, 2], -1 where it has only one. A row in two clusters
-    counts as often as the product of their counts (the pigeonhole bootstrap, Owen 2007). The same
-    clusters are drawn in each call, so that two predictions can be compared in pairs.
+    A resample draws C of the C clusters with replacement, and all rows of each. `cluster` has the
+    numbers of each row's clusters, long [n, 2], -1 if it has only one. A row in two clusters is
+    drawn as often as the product of their counts (the pigeonhole bootstrap, Owen 2007). Each call
+    draws the same clusters, so that two predictions can be compared in pairs.
     """
     present = ~y.isnan()
     a = metrics.standardise(y, weight).nan_to_num()
@@ -345,7 +347,7 @@ def resampled_pearson(
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
     r = (mean_ab - mean_a * mean_b) / (variance_a * variance_b).sqrt()
-    # As in `pearson`; what differs by rounding is constant.
+    # As in `pearson`. Values that only differ by rounding errors are constant.
     r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
     return r.nanmean(dim=1)
 
@@ -359,8 +361,8 @@ def resampled(
 ) -> Tensor:
     """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
 
-    The resamples are those of `resampled_pearson`. A row counts by its weight as often as it is
-    drawn. It is nan where all rows have the same clusters, as no other ones can be drawn.
+    The resamples are those of `resampled_pearson`. The weight of a row is multiplied by how often
+    it is drawn. The mean is nan if all rows have the same clusters, because no others can be drawn.
     """
     if metric is metrics.pearson:
         prediction = predictions["prediction"]
@@ -378,7 +380,7 @@ def resampled(
 def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
     """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
 
-    It is nan where all rows have the same clusters, as no other ones can be drawn.
+    It is nan if all rows have the same clusters, because no others can be drawn.
     """
     pairs, pair, num_clusters = pairs_of_clusters(cluster)
     if len(pairs) < 2:
@@ -389,9 +391,9 @@ def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
 
 
 def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns the pairs of clusters of rows, long [pairs, 2], that of each row, [n], and C.
+    """Returns the distinct pairs of clusters, long [pairs, 2], the pair of each row, [n], and C.
 
-    Clusters are numbered from 0 to C - 1 here; C stands in place of a second one.
+    Clusters are renumbered from 0 to C - 1. C replaces a missing second cluster.
     """
     clusters = cluster[cluster >= 0].unique()
     number = torch.searchsorted(clusters, cluster).where(cluster >= 0, len(clusters))
@@ -407,8 +409,8 @@ def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Te
         for _ in range(min(32, resamples - start)):
             drawn = torch.randint(num_clusters, (num_clusters,), generator=generator)
             counts.append(torch.bincount(drawn, minlength=num_clusters + 1).double())
-        count = torch.stack(counts)  # [32, C + 1], how often each cluster is drawn
-        count[:, -1] = 1  # in place of a second cluster
+        count = torch.stack(counts)  # how often each cluster is drawn, [32, C + 1]
+        count[:, -1] = 1  # for rows without a second cluster
         first, second = count[:, pairs].unbind(dim=2)
         yield first * second
 
@@ -416,13 +418,13 @@ def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Te
 def centred(values: Tensor, estimate: float | Tensor) -> Tensor:
     """Returns a resampled metric [R, ...], shifted so that its mean is the estimate.
 
-    In profiles, a single row may change a target. A third of the resamples lack that row, and so
-    the target's signal: their Pearson's r is lower than that of all rows, often by more than it
-    varies.
+    In profiles, a target's signal may come from a single row. A third of the resamples do not have
+    this row, and therefore lack the signal. Their Pearson's r is lower than that of all rows, often
+    by more than its variation.
     """
     return values - values.nanmean(dim=0) + estimate
 
 
 def interval(values: Tensor) -> list[float]:
-    """Returns the ends of the interval that holds the middle 95 % of the values [R]."""
+    """Returns the ends of the interval that contains the middle 95 % of the values [R]."""
     return values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()

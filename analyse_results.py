@@ -1,4 +1,4 @@
-"""What runs leave, read again: the rows of test.tsv, their clusters, folds, options and best steps.
+"""Reads the results of runs: rows of test.tsv, their clusters, folds, options and best steps.
 
 Shapes: n rows of T targets.
 """
@@ -23,24 +23,27 @@ from run_results import OUTPUT
 class Results:
     """The content of a test.tsv."""
 
-    genes: list[str]  # of each row, separated by commas
-    unseen: Tensor  # long [n, T], how many of them no training row with the score perturbs
-    unseen_genes: list[str]  # of each row, those that are unseen for one of its scores
+    genes: list[str]  # the genes of each row, separated by commas
+    unseen: Tensor  # long [n, T], number of genes that no training row with the score perturbs
+    # For each row, its genes that are unseen for at least one of its scores.
+    unseen_genes: list[str]
     targets: list[str]  # name of each of the T targets
-    y: Tensor  # float64 [n, T], nan where a score is missing
-    predictions: dict[str, Tensor]  # `prediction` and what else the loss predicts, float64 [n, T]
-    rivals: dict[str, Tensor]  # predictions of others by name, float64 [n, T] each
-    weight: Tensor | None = None  # float64 [n], of each row; None: all are 1
-    sd: Tensor | None = None  # float64 [n], of each row's scores, whose weight is then 1 / sd**2
+    y: Tensor  # float64 [n, T], nan if a score is missing
+    # `prediction` and the loss's further predictions, float64 [n, T]
+    predictions: dict[str, Tensor]
+    rivals: dict[str, Tensor]  # predictions of rivals by name, float64 [n, T] each
+    weight: Tensor | None = None  # float64 [n], weight of each row; None: all are 1
+    # float64 [n], standard deviation of each row's scores; the weight is then 1 / sd**2
+    sd: Tensor | None = None
 
     def __post_init__(self):
         if self.sd is not None and self.weight is None:
             self.weight = self.sd**-2
 
     def select(self, is_chosen: Tensor) -> "Results":
-        """Returns the rows that have a chosen score, bool [n, T] or [n, 1], without their others.
+        """Returns the rows that have a chosen score; scores that are not chosen become nan.
 
-        Scores that are not chosen are nan.
+        `is_chosen` is bool [n, T] or [n, 1].
         """
         rows = is_chosen.any(dim=1)
         return replace(
@@ -58,7 +61,7 @@ class Results:
     def levels(self) -> list[str]:
         """Returns the level of each row's genes as a text, such as "0.3".
 
-        It is "" where a row has no genes, or genes at different levels.
+        It is "" if a row has no genes, or genes at different levels.
         """
         levels = []
         for names in self.genes:
@@ -71,11 +74,12 @@ class Results:
         return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
 
     def clusters(self) -> list[list[tuple[str, str]]]:
-        """Returns the bootstrap clusters of each row, one or two, each as a kind and a name.
+        """Returns the one or two bootstrap clusters of each row, each as (kind, name).
 
-        A row is in the cluster of each of its unseen genes ("gene", name), or else in that of its
-        set of genes at any levels ("set", names). The errors of rows in a cluster are correlated.
-        Of more than two unseen genes, those with the most rows count.
+        A row is in the cluster of each of its unseen genes, ("gene", name). If it has none, it is
+        in the cluster of its set of genes at any levels, ("set", names). The errors of rows in a
+        cluster are correlated. If a row has more than two unseen genes, the two with the most rows
+        are used.
         """
         unseen_genes = [names.split(",") for names in self.unseen_genes]
         num_rows = Counter(chain.from_iterable(unseen_genes))
@@ -102,7 +106,7 @@ class Results:
         return torch.tensor(rows)
 
     def columns(self) -> tuple:
-        """Returns all names of columns of scores, and whether there are a weight and an `sd`."""
+        """Returns the names of all score columns, and whether there are a weight and an `sd`."""
         names = [tuple(names) for names in (self.targets, self.predictions, self.rivals)]
         return *names, self.weight is not None, self.sd is not None
 
@@ -111,17 +115,17 @@ class Results:
         return self.predictions["prediction"]
 
     def row_keys(self) -> list[tuple[str, bytes, str]]:
-        """Returns nodes, scores and unseen nodes of each row."""
+        """Returns the genes, scores and unseen genes of each row, which identify it."""
         scores = [of_row.tobytes() for of_row in self.y.numpy()]
         return list(zip(self.genes, scores, self.unseen_genes, strict=True))
 
     @property
     def row_weight(self) -> Tensor | float:
-        """By what rows count in metrics, [n, 1] or 1."""
+        """The weight of each row in metrics, [n, 1] or 1."""
         return 1.0 if self.weight is None else self.weight.unsqueeze(1)
 
     def counts(self) -> str:
-        """Returns the numbers of rows and scores as a text, and whether rows have weights."""
+        """Returns a text with the numbers of rows and scores, and whether rows are weighted."""
         text = f"rows {len(self.y):,}, scores {len(self.targets):,}"
         return text if self.weight is None else f"{text}; rows are weighted"
 
@@ -133,7 +137,7 @@ def level_of(name: str) -> str:
 
 
 def read_results(path: Path) -> Results:
-    """Returns the rows of a test.tsv; raises `UserError` if it is not as train.py writes it."""
+    """Returns the rows of a test.tsv; raises `UserError` if its format is wrong."""
     genes = []
     unseen = []
     unseen_genes = []
@@ -186,9 +190,9 @@ def read_results(path: Path) -> Results:
 
 
 def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Returns the names of the columns of a row, of targets, of what is predicted and of rivals.
+    """Returns the names of the columns of rows, of the targets, the predictions and the rivals.
 
-    Raises `ValueError` if a test.tsv has not those of `run_results.result_lines`.
+    Raises `ValueError` if they are not those of `run_results.result_lines`.
     """
     of_rows = ["genes", "unseen", "unseen_genes"]
     if len(header) > 3 and header[3] in ("weight", "sd"):
@@ -210,17 +214,18 @@ def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str],
 
 
 def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
-    """Returns the names of the members with the same test rows, by the name of their first one.
+    """Returns the names of the members with the same test rows, by the name of the first one.
 
-    Folds have other rows. In a split by nodes, a row may be in the folds of two of its nodes, but
-    other nodes are unseen there, or several. Raises `UserError` if folds have rows in common.
+    Different folds have different rows. In a split by nodes, a row may be in the folds of two of
+    its nodes, but then different nodes are unseen in the two folds, or several nodes are. Raises
+    `UserError` if folds have other rows in common.
     """
     by_rows = defaultdict(list)
     for name, rows in members.items():
         by_rows[rows.columns(), tuple(rows.row_keys())].append(name)
     folds = {names[0]: names for names in by_rows.values()}
-    tables = set()  # their columns
-    num_folds = Counter()  # of each row
+    tables = set()  # the columns of all members
+    num_folds = Counter()  # number of folds of each row
     for columns, keys in by_rows:
         tables.add(columns)
         num_folds.update({key for key in keys if "," not in key[2]})
@@ -236,8 +241,8 @@ def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
 def together(folds: list[Results]) -> Results:
     """Returns the rows of folds with the same `columns`, one fold after another.
 
-    The unseen genes of a row that several folds test are those of all of them, as its errors are
-    correlated.
+    If several folds test a row, its unseen genes are those of all these folds, because its errors
+    are correlated.
     """
     joined = {}
     for name, values in vars(folds[0]).items():
@@ -249,7 +254,7 @@ def together(folds: list[Results]) -> Results:
         elif isinstance(values, dict):
             joined[name] = {key: torch.cat([fold[key] for fold in of_folds]) for key in values}
     rows = replace(folds[0], **joined)
-    unseen = defaultdict(dict)  # names in order
+    unseen = defaultdict(dict)  # names as keys, in order
     for genes, scores, names in rows.row_keys():
         unseen[genes, scores] |= dict.fromkeys(filter(None, names.split(",")))
     merged = [",".join(unseen[genes, scores]) for genes, scores, _ in rows.row_keys()]
@@ -257,19 +262,19 @@ def together(folds: list[Results]) -> Results:
 
 
 def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
-    """Returns whether predictions [n, T] are the other ones, but for the digits of a file.
+    """Returns whether two predictions [n, T] are equal up to the rounding in files.
 
-    They may differ by 1e-4 of the other ones' standard deviation over the rows.
+    They may differ by 1e-4 of the standard deviation of `other` over the rows.
     """
     tolerance = 1e-4 * other.std(dim=0, correction=0)
     return bool(((prediction - other).abs() <= tolerance).all())
 
 
-# ---- Runs side by side ---------------------------------------------------------------------------
+# ---- Comparison of runs --------------------------------------------------------------------------
 def differing(described: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns, by run, its values of those keys that differ between runs, but for names.
+    """Returns {run: {key: value}} of the keys whose values differ between runs, except names.
 
-    The value of a key that a run has not is None, and does not count as another one.
+    If a run does not have a key, its value is None, and does not count as different.
     """
     keys = []
     in_order = dict.fromkeys(chain.from_iterable(described.values()))
@@ -281,7 +286,7 @@ def differing(described: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the best step and its metrics in validation and test, of a run's metrics.jsonl."""
+    """Returns the best step of a metrics.jsonl, and its metrics in validation and test."""
     test = next((row for row in reversed(rows) if row["kind"] == "test"), {})
     step = test.get("best_step")
     vals = [row for row in rows if row["kind"] == "val" and row.get("step") == step]
@@ -294,7 +299,7 @@ def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def best_first(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the `best_step` of runs, in the order of `metrics.quality` in validation."""
+    """Returns the `best_step` of runs, sorted by `metrics.quality` in validation, best first."""
 
     def validated(name: str) -> tuple[float, float]:
         values = {"loss": math.nan}

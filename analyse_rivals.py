@@ -1,8 +1,8 @@
 """The rivals: predictions of the test rows without a model, each by a line or two of arithmetic.
 
-Where nodes were measured alone, the sum, the largest, the smallest or the product of their scores
-predicts that of the set. Where sets that lack one node of a row were measured, so do theirs. What
-the nodes of a row have in common in the graph adds to the baseline, by a ridge regression.
+If there are scores of single nodes, their sum, maximum, minimum or product predicts a set of these
+nodes. If there are scores of the sets without one node, they predict the set, too. A ridge
+regression on features of pairs of nodes in the graph adds to the baseline.
 
 Shapes: n rows of T targets, `total` perturbed nodes in all rows, F features of pairs.
 """
@@ -27,16 +27,17 @@ from parts import is_here
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"
 PAIRS_BY_RIDGE = "pair features by ridge"
-LEAST_ROWS = 10  # of training, that a line is fitted to
-PAIR_PENALTIES = (10000.0, 1000.0, 100.0, 10.0, 1.0)  # on weights of standardised features
+LEAST_ROWS = 10  # smallest number of training rows that a line is fitted to
+# Penalties on the weights of standardised features.
+PAIR_PENALTIES = (10000.0, 1000.0, 100.0, 10.0, 1.0)
 
 
 def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
-    """Returns the predictions of the test rows by name of the rival, float64 [test rows, T] each.
+    """Returns the rivals' predictions of the test rows, by name, float64 [test rows, T] each.
 
-    Where no training row has a node alone, intercept and effect stand for its score. Where no
-    training row has a node at all, the mean effect of its neighbours in the graph stands for its
-    own.
+    If no training row has only this node, its score is estimated as intercept plus effect. If no
+    training row has the node at all, its effect is estimated as the mean effect of its neighbours
+    in the graph.
     """
     test = tables.rows("test")
     weight = mean_one_weight(tables)
@@ -75,7 +76,7 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
 def are_mostly_measured(tables: Tables, means: Tensor, least_nodes: int) -> bool:
     """Returns whether more than half of the means [total, T] are not nan.
 
-    Only the perturbed nodes of test rows with at least so many nodes count.
+    Only the perturbed nodes of test rows with at least `least_nodes` nodes count.
     """
     is_counted = tables.is_in("test") & (tables.perturbed_ptr.diff() >= least_nodes)
     counted = means[is_counted[tables.sample()]]
@@ -90,9 +91,10 @@ def fitted_lines(
     least_nodes: int,
     otherwise: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the predictions of a line on each of the `FEATURES`, by name, [n, T].
+    """Returns the predictions of a line fitted to each of the `FEATURES`, by name, [n, T].
 
-    Rows with less than `least_nodes` nodes, or a mean that is nan, get those of `otherwise`.
+    Rows with fewer than `least_nodes` nodes, or with a mean that is nan, get the predictions
+    `otherwise`.
     """
     has_nodes = (tables.perturbed_ptr.diff() >= least_nodes).unsqueeze(1)
     features = features_of_sets(tables, means, intact)
@@ -114,7 +116,7 @@ def node_terms(tables: Tables, additive: Baseline) -> Tensor:
 def measured_means(tables: Tables, weight: Tensor, set_code: Tensor, wanted: Tensor) -> Tensor:
     """Returns the mean training score of the set with each wanted code [total], [total, T].
 
-    It is nan where no training row with that score has the set. Weights are [n, T].
+    It is nan if no training row with that score has the set. Weights are [n, T].
     """
     is_train = tables.is_in("train")
     codes, number = set_code[is_train].unique(return_inverse=True)
@@ -130,7 +132,7 @@ def measured_means(tables: Tables, weight: Tensor, set_code: Tensor, wanted: Ten
 def features_of_sets(tables: Tables, means: Tensor, intact: Tensor) -> dict[str, Tensor]:
     """Returns each row's sum, largest, smallest and product of its nodes' means [total, T].
 
-    They are by name, [n, T] each, and nan where a mean is. Sums are of differences from the intact
+    They are by name, [n, T] each, and nan if a mean is nan. Sums are of differences from the intact
     score [T], products of ratios to it.
     """
     row = tables.sample()
@@ -146,7 +148,7 @@ def features_of_sets(tables: Tables, means: Tensor, intact: Tensor) -> dict[str,
         "product": intact * ratio,
     }
     for name, feature in features.items():
-        # A ratio to an intact score of 0 says nothing, and no score is as large.
+        # A ratio to an intact score of 0 is meaningless, and no valid score is this large.
         features[name] = feature.where(is_known & (feature.abs() < 1e30), math.nan)
     return features
 
@@ -170,10 +172,11 @@ def fitted_line(tables: Tables, weight: Tensor, feature: Tensor) -> Tensor:
 
 
 def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
-    """Returns the predictions of the baseline and features of pairs, by name, as `rivals` does.
+    """Returns the predictions of the baseline plus features of pairs, by name, as `rivals` does.
 
-    It is nothing for binary scores, where fewer than `LEAST_ROWS` training rows have pairs with
-    features, where the features of all rows are too many to keep, and without `model_pairs`.
+    It returns {} for binary scores, if fewer than `LEAST_ROWS` training rows have pairs with
+    features, if the features of all rows do not fit in memory, and without the optional part
+    `model_pairs`.
     """
     if LOSSES[loss].is_binary or (tables.perturbed_ptr.diff() < 2).all():
         return {}
@@ -196,8 +199,9 @@ def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
 def pair_terms(tables: Tables, residual: Tensor, features: Tensor) -> Tensor:
     """Returns a ridge regression of the residual [n, T] on features [n, F], [test rows, T].
 
-    Each target has its own, fitted to the training rows, on which features are standardised. Its
-    penalty, which spares the constant, has the smallest squared error on the validation rows.
+    Each target has its own regression, fitted to the training rows, which also standardise the
+    features. Its penalty, which does not apply to the constant, has the smallest squared error on
+    the validation rows.
     """
     from model_pairs import MOST_ROWS
 

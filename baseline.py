@@ -1,7 +1,7 @@
-"""The baseline: a prediction from the perturbed nodes alone, without the graph.
+"""The baseline: a prediction from the perturbed nodes only, without the graph.
 
-Training starts from it, and every metric stands beside the baseline's. It is fitted to the training
-rows, and validation rows choose its penalty.
+Training starts from it, and every metric is reported with the baseline's. It is fitted to the
+training rows, and the validation rows choose its penalty.
 
 Shapes: N nodes, n samples of T targets, B of them in a batch with P perturbed nodes, K effects of a
 node.
@@ -27,34 +27,35 @@ from mask import SharedGraph, doses, num_samples, sum_by_sample
 from metrics import effective_share
 from run_progress import progress_bar
 
-TARGETS_AT_ONCE = 64  # whose numbers stay in cache
-PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # on the effects: 0.1 to 1000
-LEAST_GAIN = 0.1  # of the loss of a sum; below it, networks that start from the sum are better
-LEAST_ERRORS = 2.0  # standard errors of a gain, which is the best of many
-LEAST_VALIDATED = 20  # scores that judge; fewer estimate the error badly
-MOST_COMBINED = 2**21  # perturbed nodes times targets, of which the fit takes a minute
-FEWEST = 2**13  # perturbed nodes, of which the fit takes no longer than of fewer
+TARGETS_AT_ONCE = 64  # targets that are fitted at once, so that their numbers fit in the cache
+PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # penalties on the effects: 0.1 to 1000
+# Relative gain over the loss of a sum; below it, training from the sum gives better networks.
+LEAST_GAIN = 0.1
+LEAST_ERRORS = 2.0  # a gain must be this many standard errors, because it is the best of many
+LEAST_VALIDATED = 20  # number of scores in validation; fewer estimate the error badly
+MOST_COMBINED = 2**21  # largest number of perturbed nodes times targets; their fit takes a minute
+FEWEST = 2**13  # fits of fewer perturbed nodes do not take less time
 
 
 @dataclass
 class Baseline:
-    """A fitted baseline and its predictions of all rows, in the form of `baseline_combination`.
+    """A fitted baseline and its predictions of all rows; see `baseline_combination` for its form.
 
-    A node's response is the sum of its effects, each times a dose. The doses are the `mask.doses`
-    of its level times `basis`. For optim.loss=binary, the sum of all terms is a logit.
+    A node's response is the sum of its effects, each multiplied by a dose. The doses are the
+    `mask.doses` of its level times `basis`. For optim.loss=binary, the sum of all terms is a logit.
     """
 
     intercept: Tensor  # float64 [T]
-    slope: Tensor  # float64 [T], the same for every node, times 1 - level
-    effect: Tensor  # float32 [N, K, T], of each node; imputed where no training row identifies it
-    imputed: Tensor  # float32 [N, K, T], the imputed effect of each node, identified or not
-    weights: Tensor  # float64 [3, T], of the sum, the largest and the smallest response
-    prediction: Tensor  # float64 [n, T], for each row, in the units of y
+    slope: Tensor  # float64 [T], factor of 1 - level, the same for all nodes
+    effect: Tensor  # float32 [N, K, T]; imputed if no training row identifies it
+    imputed: Tensor  # float32 [N, K, T], the imputed effect of each node, whether identified or not
+    weights: Tensor  # float64 [3, T], weights of the sum, the largest and the smallest response
+    prediction: Tensor  # float64 [n, T], in the units of y
     basis: Tensor  # float64 [3, K], maps `mask.doses` to the doses of a node's effects
-    is_combined: bool = True  # whether other weights than those of a sum were tried
+    is_combined: bool = True  # whether weights other than those of a sum were tried
 
     def notes(self, task: Any) -> list[str]:
-        """Returns sentences for the log on what was not tried, and what a run does not use."""
+        """Returns messages for the log about what was not tried or is not used."""
         notes = []
         if not self.is_combined:
             notes.append("the table is large, so the baseline is a plain sum of effects")
@@ -66,10 +67,10 @@ class Baseline:
         return notes
 
     def in_basis(self, basis: Tensor) -> "Baseline":
-        """Returns the same function of levels by the effects of a basis that tells more apart."""
+        """Returns the same baseline with the effects of a basis that distinguishes more of them."""
         if torch.equal(basis, self.basis):
             return self
-        # The columns of a basis are orthogonal.
+        # This works because the columns of a basis are orthogonal.
         change = (basis.T @ self.basis) / basis.square().sum(dim=0).unsqueeze(1)  # [K, own K]
         effect, imputed = ((change @ x.double()).float() for x in (self.effect, self.imputed))
         return replace(self, effect=effect, imputed=imputed, basis=basis)
@@ -85,17 +86,18 @@ def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -
 
 
 def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
-    """Returns the baseline that is a sum of responses, the best one for the validation rows."""
+    """Returns the baseline that is a sum of responses, with the penalty that validates best."""
     return fit_baseline(tables, loss, is_combined=False)
 
 
 def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True) -> Baseline:
-    """Fits the baseline to the training rows, and chooses among fits by the validation rows.
+    """Fits the baseline to the training rows; the validation rows choose among several fits.
 
-    It is a ridge regression or, for the loss `binary`, a logistic one. Its penalty is chosen for
-    each target. So is whether it is a sum of responses or a combination, if `is_combined` and the
-    tables are not too large to try. Of a node, a target has the effects that its own rows tell
-    apart: targets with the same kinds of levels are fitted together.
+    It is a ridge regression or, for the loss `binary`, a logistic regression. The validation rows
+    choose the penalty of each target. If `is_combined` is set and the tables are not too large,
+    they also choose between a sum of responses and a combination. For each target, a node has only
+    the effects that the target's own rows can distinguish. Therefore, targets with the same kinds
+    of levels are fitted together.
     """
     size = max(len(tables.perturbed), FEWEST) * tables.y.size(1)
     is_combined = is_combined and size <= MOST_COMBINED
@@ -114,9 +116,9 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
 
 
 def kinds_of_levels(tables: Tables) -> Tensor:
-    """Returns which levels the training rows of each target have, bool [T, 3].
+    """Returns which kinds of levels the training rows of each target have, bool [T, 3].
 
-    The kinds are deletions, levels between 0 and 1, and levels above: they decide `basis_of`.
+    The kinds are deletions, levels between 0 and 1, and levels above 1. They determine `basis_of`.
     """
     level = tables.level
     is_of_kind = torch.stack([level == 0, (level > 0) & (level < 1), level > 1], dim=1).double()
@@ -126,7 +128,10 @@ def kinds_of_levels(tables: Tables) -> Tensor:
 
 
 def join_targets(baselines: list[Baseline], targets: Tensor) -> Baseline:
-    """Returns one baseline of all targets, given those of blocks of them, and their numbers [T]."""
+    """Returns one baseline for all targets, given those of blocks of targets.
+
+    `targets` are the numbers of the targets, in the order of the blocks, [T].
+    """
     joined = dict(vars(baselines[0]))
     for name in joined.keys() - {"basis", "is_combined"}:
         of_blocks = torch.cat([getattr(of_block, name) for of_block in baselines], dim=-1)
@@ -135,7 +140,7 @@ def join_targets(baselines: list[Baseline], targets: Tensor) -> Baseline:
 
 
 def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> Baseline:
-    """Returns the `fit_baseline` of a few targets, given the basis of the doses, [3, K]."""
+    """Returns the `fit_baseline` of a few targets, given the basis of their doses, [3, K]."""
     weight = mean_one_weight(tables)
     criterion = LOSSES[loss]
     mean, std = criterion.unit(*training_mean_and_std(tables))
@@ -174,8 +179,8 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
 def with_imputed(tables: Tables, node_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Imputes the effects in x [2 + NK, T] that no training row identifies.
 
-    Returns x with these, and the imputed effects of all nodes, [N, KT]. Each of a node's K effects
-    is imputed by itself.
+    Returns x with imputed effects, and the imputed effects of all nodes, [N, KT]. Each of a node's
+    K effects is imputed separately.
     """
     line, effect = x.tensor_split([2])
     effect = effect.view(len(tables.genes), -1)
@@ -193,10 +198,11 @@ def combined_where_better(
     node_weight: Tensor,
     additive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns x [2 + NK, T] and weights [3, T] of the combination where it is better by enough.
+    """Returns x [2 + NK, T] and weights [3, T] of the combination where it is sufficiently better.
 
-    Other targets keep the sum, `additive`. Validation rows of several nodes judge both, with
-    imputed effects and by their weight [n, T]: rows of one node say nothing of how nodes combine.
+    For all other targets, they are those of the sum, `additive`. Both are compared on validation
+    rows with several nodes, with imputed effects and the weights [n, T]. Rows with one node do not
+    depend on how responses are combined.
     """
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
     is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
@@ -217,10 +223,10 @@ def combined_where_better(
 
 
 def gains_enough(targets: Targets, weight: Tensor, prediction: Tensor, combined: Tensor) -> Tensor:
-    """Returns whether the combined predictions of a target are better by enough, bool [T].
+    """Returns whether the combined predictions of a target are sufficiently better, bool [T].
 
-    Both predictions are [n, T]. What the combination gains in loss, over the rows with a weight,
-    must be a tenth of the other loss, and twice the standard error of the gain.
+    Both predictions are [n, T]. Over the rows with a weight, the combination must reduce the loss
+    by `LEAST_GAIN` of the other loss, and by `LEAST_ERRORS` standard errors of the gain.
     """
     loss = targets.regression.loss
     losses = weight * loss(prediction, targets.y)
@@ -235,13 +241,14 @@ def gains_enough(targets: Targets, weight: Tensor, prediction: Tensor, combined:
 
 
 def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
-    """Returns the `Doses` of all rows, and the mean of the training rows' sums of 1 - level, []."""
+    """Returns the `Doses` of all rows, and the mean sum of 1 - level in the training rows, []."""
     num_rows = len(tables.y)
     total = scatter(1 - tables.level, tables.sample(), dim_size=num_rows).unsqueeze(1)
-    # Of training rows: where all of these have the same sum, no row identifies the slope.
+    # The mean of the training rows: if all of them have the same sum, no row identifies the slope.
     mean_sum = total[tables.is_in("train")].mean()
     line = torch.cat([torch.ones_like(total), total - mean_sum], dim=1)
-    # The three doses of ten million nodes at once would take more memory than all else.
+    # In blocks, because the three doses of ten million nodes would take more memory than everything
+    # else.
     dose = torch.cat([doses(level) @ basis for level in tables.level.split(ROWS_AT_ONCE)])
     return Doses(tables.perturbed, tables.perturbed_ptr, dose, line, len(tables.genes)), mean_sum
 
@@ -249,7 +256,8 @@ def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
 def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor:
     """Returns the mean weight of the training scores that identify an effect, float64 [N, KT].
 
-    A score identifies those of its nodes' effects whose dose is not 0. It is 0 where none does.
+    A score identifies the effects of its nodes whose dose is not 0. The mean is 0 if no score
+    identifies the effect.
     """
     is_train = tables.is_in("train")[tables.sample()]
     of_scores = weight[tables.sample()[is_train]].unsqueeze(1)
@@ -263,10 +271,10 @@ def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor
 
 
 def mean_squares(tables: Tables, doses: Doses) -> Tensor:
-    """Returns the mean square of each target's training doses that are not 0, float64 [K, T].
+    """Returns the mean square of the non-zero doses of each target's training rows, float64 [K, T].
 
-    `basis_of` makes it 1 over the rows of all targets. Penalties count times it, as if it were 1
-    for each target: so no score's baseline depends on rows that lack the score.
+    `basis_of` makes it 1 over the rows of all targets. Penalties are multiplied by it, as if it
+    were 1 for each target. A target's baseline then does not depend on rows without its score.
     """
     num_rows = len(tables.y)
     is_train = tables.is_in("train").unsqueeze(1)
@@ -286,8 +294,8 @@ def targets_of(
 ) -> tuple[Targets, Tensor]:
     """Returns the `Targets` of the fits, and whether validation rows choose a target's, bool [T].
 
-    The weights are [n, T], and `squares` are `mean_squares`, [K, T]. Validation rows choose if a
-    training row has one of their nodes or, for `whole`, all of them. For a target without such
+    `weight` is [n, T], and `squares` are `mean_squares`, [K, T]. A validation row takes part if one
+    of its nodes or, with `whole`, all of its nodes are in a training row. For a target without such
     rows, a third of its training rows chooses among fits to the others.
     """
     present = ~tables.y.isnan()
@@ -319,7 +327,7 @@ def targets_of(
 def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tensor) -> Tensor:
     """Fits sums with each of the `PENALTIES`; returns the best, x [2 + NK, T].
 
-    The best has the smallest loss on the validated scores.
+    The best fit of a target has the smallest loss on the validated scores.
     """
     y = targets.y
     to_fitted = targets.regression(design, y, targets.fitted, targets.std)
@@ -328,7 +336,7 @@ def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tenso
     best = fit
     best_penalty = torch.ones_like(targets.scale)
     least = torch.full_like(mean, math.inf)
-    penalties = list(reversed(PENALTIES))  # each fit starts from the one before
+    penalties = list(reversed(PENALTIES))  # each fit starts from the previous one
     for penalty in progress_bar(penalties, "fitting sums of responses"):
         fit = to_fitted.fit(penalty * targets.scale, fit)
         losses = to_fitted.loss(design.predict(fit), y)
@@ -346,20 +354,20 @@ def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tenso
 def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
     """Returns a mask of a third of the chosen scores, bool [n, T], given a mask of all of them.
 
-    For each target, it has every third set of nodes with a chosen score, in the order of random
-    codes of the sets: that of the rows would say something where a table is sorted.
+    For each target, it selects every third set of nodes with a chosen score. The sets are in the
+    order of their random codes, because the order of the rows may have a meaning.
     """
     set_code = tables.set_code(tables.node_code())
     set_number = set_code.unique(return_inverse=True)[1]
     has_chosen = scatter(is_chosen.int(), set_number, dim_size=len(tables.y)) > 0
-    position = has_chosen.cumsum(0) - 1  # of each set among those of the target
+    position = has_chosen.cumsum(0) - 1  # position of each set among the target's sets
     return is_chosen & (position % 3 == 0)[set_number]
 
 
 def are_nodes_fitted(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
-    """Returns whether a node of the row, or all for `whole`, is in a fitted row, bool [n, T].
+    """Returns whether a fitted row has one of a row's nodes or, with `whole`, all, bool [n, T].
 
-    `is_fitted`, bool [n, T], says which rows each target is fitted to.
+    `is_fitted`, bool [n, T], marks the rows that each target is fitted to.
     """
     sample = tables.sample()
     num_nodes = len(tables.genes)
@@ -370,11 +378,12 @@ def are_nodes_fitted(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
 
 
 def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tensor:
-    """Returns each node's imputed effect, the mean of seen nodes one and two hops away, [N, T].
+    """Returns each node's imputed effect, a mean of seen nodes one and two hops away, [N, T].
 
-    It does not use the node's own effect, and is shrunk to the mean of all seen nodes. For each
-    target, the error on the seen nodes chooses how far, and on which edges: those of all relations
-    or of one. An effect [N, T] counts by its `node_weight`, [N, T], 0 where the node is not seen.
+    It does not use the node's own effect, and is shrunk towards the mean of all seen nodes. For
+    each target, the error on the seen nodes chooses the shrinkage and the edges: those of all
+    relations or of one relation. `node_weight` [N, T] weights the effects [N, T]; it is 0 for
+    unseen nodes.
     """
     total_weight = node_weight.sum(0)
     mean = (node_weight * effect).sum(0) / total_weight.where(total_weight > 0, 1.0)
@@ -387,7 +396,7 @@ def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tenso
         for shrinkage in PENALTIES:
             imputed = (effect_near + shrinkage * mean) / (weight_near + shrinkage)
             error = (node_weight * (imputed - effect).square()).sum(0)
-            # Where no seen node is near another, all errors are equal but for rounding.
+            # If no seen node is near another one, all errors are equal up to rounding.
             is_better = error < least * (1 - 1e-9)
             best = imputed.where(is_better, best)
             least = least.where(~is_better, error)
@@ -395,7 +404,7 @@ def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tenso
 
 
 def relation_masks(tables: Tables) -> Iterator[Tensor]:
-    """Yields a mask of the edges of all relations, bool [E], then one for each relation."""
+    """Yields a mask of the edges of all relations, bool [E], then one mask for each relation."""
     yield torch.ones_like(tables.edge_type, dtype=torch.bool)
     if len(tables.relations) > 1:
         for relation in range(len(tables.relations)):
@@ -403,9 +412,9 @@ def relation_masks(tables: Tables) -> Iterator[Tensor]:
 
 
 def sum_of_neighbours(edge_index: Tensor, edge_weight: Tensor, values: Tensor) -> Tensor:
-    """Returns the matrix A @ A + A, with zeros on its diagonal, times values [N, ...].
+    """Returns (A @ A + A) @ values, with zeros on the diagonal of A @ A, for values [N, ...].
 
-    A is the normalised adjacency of the undirected graph, without edges from a node to itself.
+    A is the normalised adjacency matrix of the undirected graph without self-loops.
     """
     num_nodes = len(values)
     edges = remove_self_loops(*to_undirected(edge_index, edge_weight))
@@ -418,10 +427,10 @@ def sum_of_neighbours(edge_index: Tensor, edge_weight: Tensor, values: Tensor) -
 
 # ---- The term of the model -----------------------------------------------------------------------
 class BaselineReadout(nn.Module):
-    """The baseline as a part of the model, which training goes on with: see `Baseline`.
+    """The baseline as a part of the model, which training continues to change; see `Baseline`.
 
-    Its parameters are slope, effects and the weights of the sum, the largest and the smallest
-    response. A node's response is the sum of its effects, each times its dose.
+    Its parameters are the slope, the effects, and the weights of the sum, the largest and the
+    smallest response. A node's response is the sum of its effects, each multiplied by its dose.
     """
 
     def __init__(self, num_nodes: int, num_targets: int, num_effects: int):
@@ -431,13 +440,13 @@ class BaselineReadout(nn.Module):
         of_sum_alone = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
         self.weights = nn.Parameter(of_sum_alone.repeat(1, num_targets))
         self.register_buffer("intercept", torch.zeros(num_targets))
-        # In place of the effects of hidden nodes.
+        # Replaces the effects of hidden nodes.
         imputed = torch.zeros(num_nodes, num_effects, num_targets)
         self.register_buffer("imputed", imputed, persistent=False)
 
     @torch.no_grad()
     def start_from(self, baseline: Baseline, mean: Tensor, std: Tensor) -> None:
-        """Copies a baseline, less the mean and in the unit of the model's predictions, [T] each."""
+        """Copies a baseline, minus the mean and in units of the standard deviation, [T] each."""
         self.intercept.copy_((baseline.intercept - mean) / std)
         self.slope.copy_(baseline.slope / std)
         self.effect.copy_(baseline.effect / std)
@@ -447,8 +456,8 @@ class BaselineReadout(nn.Module):
     def forward(self, is_shown: Tensor, dose: Tensor, batch: Data) -> Tensor:
         """Returns the baseline of each sample, [B, T], given the doses of perturbed nodes, [P, K].
 
-        `is_shown`, bool [2, N], says whose effects and whose slopes count. In place of a hidden
-        effect stands the imputed one, in place of a hidden slope 0.
+        `is_shown`, bool [2, N], is False for hidden effects (row 0) and hidden slopes (row 1). A
+        hidden effect is replaced by the imputed one, and a hidden slope by 0.
         """
         node = batch.perturbed
         shows_effect, shows_slope = is_shown.index_select(1, node).unsqueeze(2)
@@ -464,9 +473,10 @@ class BaselineReadout(nn.Module):
 
 
 def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
-    """Returns the largest of the perturbed nodes' values [P, T] in each sample, and the smallest.
+    """Returns the largest and the smallest of the perturbed nodes' values [P, T] in each sample.
 
-    They are [B, T], and 0 where the largest is negative or the smallest positive.
+    They are [B, T]. The largest is 0 if it would be negative, and the smallest if it would be
+    positive.
     """
     both = torch.cat([values, -values], dim=1)
     sample = batch.perturbed_batch.unsqueeze(1).expand_as(both)
@@ -476,9 +486,9 @@ def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
 
 
 class WithoutGraph(nn.Module):
-    """What is known without the graph, such as the baseline, in the first column of each target.
+    """A term that is known without the graph, such as the baseline, in each target's first column.
 
-    `readout` maps which effects and slopes are shown, the doses and the batch to [B, T].
+    `readout` maps `is_shown` of `model.Draws`, the doses and the batch to [B, T].
     """
 
     def __init__(self, readout: nn.Module, num_columns: int):
@@ -489,7 +499,8 @@ class WithoutGraph(nn.Module):
     def forward(self, graph: SharedGraph, wild: Any, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C], given a `model.WildType`.
 
-        This module does not import `model`: a fit in the cache is of all that this one imports.
+        This module does not import `model`: otherwise, a cached fit would depend on the code of
+        `model`.
         """
         values = self.readout(wild.draws.is_shown, dose, batch)
         columns = nn.functional.pad(values.unsqueeze(2), (0, self.num_columns - 1))
@@ -497,12 +508,13 @@ class WithoutGraph(nn.Module):
 
 
 def baseline_term(task: Any) -> WithoutGraph:
-    """Returns the term of the model of a `KnockoutTask`, which starts from its fit."""
+    """Returns the baseline's term for the model of a `KnockoutTask`, which starts from its fit."""
     tables = task.tables
     readout = BaselineReadout(len(tables.genes), len(tables.targets), task.basis.size(1))
     if task.start is not None and not task.criterion.starts_from_mean:
         criterion = task.criterion.to("cpu")
         readout.start_from(task.start, criterion.mean, criterion.std)
     if task.config.model.readout == "nodes":
-        readout.requires_grad_(False)  # thousands of effects per node would learn noise
+        # Not trained: thousands of effects per node would learn noise.
+        readout.requires_grad_(False)
     return WithoutGraph(readout, len(task.criterion.columns))

@@ -1,12 +1,14 @@
-"""The combination: a baseline of the sum, the largest and the smallest of the nodes' responses.
+"""The combination: a baseline from the sum, the largest and the smallest response of the nodes.
 
-Growth is limited by what is scarcest, a grid fails at its most loaded line. A sample's value is
+It is suitable if, for example, growth is limited by the scarcest resource, or a grid fails at its
+most loaded line. The value of a sample is
 
     intercept + slope * sum of doses + u * sum of responses
         + v * max(0, largest response) + w * min(0, smallest response)
 
-Given which response is the largest and which the smallest, it is linear in the responses, and given
-the responses, in the weights u, v and w: they are fitted in turn.
+If it is known which responses are the largest and the smallest, the value is linear in the
+responses. If the responses are known, it is linear in the weights u, v and w. Responses and weights
+are therefore fitted in turn.
 
 Shapes: N nodes, n samples of T targets, `total` perturbed nodes in all samples, K effects of a
 node.
@@ -26,18 +28,19 @@ from tqdm import tqdm
 from baseline_ridge import Design, Doses, Ridge, Targets
 from run_progress import progress_bar
 
-SUM = (1.0, 0.0, 0.0)  # weights u, v and w of a sum
-# Where fits start; where they end depends on it.
+SUM = (1.0, 0.0, 0.0)  # the weights u, v and w of a sum
+# The weights that fits start from. The result depends on the start.
 STARTS = (SUM, (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
-# On the responses. Targets without noise need none: a node that was measured alone is known.
+# Penalties on the responses. Targets without noise need none, because the response of a node with a
+# score of its own is known.
 PENALTIES = (3.0, 0.3, 0.01, 0.0001)
-ROUNDS = (4, 9)  # for each start and penalty, and for the `MOST_SETTINGS` best of these then
+ROUNDS = (4, 9)  # rounds for each start and penalty, and then for the `MOST_SETTINGS` best of these
 MOST_SETTINGS = 2
-STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # towards the responses that a round fits
-# What looser fits leave depends on rounding.
-TOLERANCE = 1e-8  # of the responses in a round, in standard deviations of y
-REDUCTION = 1e-7  # of the distance from them, by a step of a logistic regression
-EQUAL = 1e-7  # of the largest response of all, a difference by rounding
+STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # step sizes towards the responses that a round fits
+# The results of looser fits would depend on rounding.
+TOLERANCE = 1e-8  # tolerance of the responses in a round, in standard deviations of y
+REDUCTION = 1e-7  # factor of the distance from them after a step of a logistic regression
+EQUAL = 1e-7  # differences below this share of the largest response are rounding errors
 
 
 @dataclass
@@ -45,14 +48,15 @@ class Combination:
     """The combination of one target: responses and the weights of their sum and extremes."""
 
     doses: Doses
-    x: Tensor  # float64 [2 + NK, 1], as in `baseline_ridge.Design`
+    x: Tensor  # float64 [2 + NK, 1], coefficients of `baseline_ridge.Design`
     weights: Tensor  # float64 [3]: u, v and w
 
     @cached_property
     def shares(self) -> Tensor:
-        """Shares of each response in its sample's sum, largest and smallest, float64 [3, total].
+        """Each response's share in its sample's sum and extremes, float64 [3, total].
 
-        They are 1 for the sum, `share_of_largest` for the largest, and likewise for the smallest.
+        The share in the sum (row 0) is 1. See `share_of_largest` for the shares in the largest (row
+        1) and in the smallest response (row 2).
         """
         response = self.doses.responses(self.x)
         largest = share_of_largest(response, self.doses)
@@ -62,7 +66,7 @@ class Combination:
     def factor(self) -> Tensor:
         """Returns the coefficient of each perturbed node's response, float64 [total].
 
-        It is u + v * its share in the largest + w * its share in the smallest.
+        It is u + v * its share in the largest + w * its share in the smallest response.
         """
         return self.weights @ self.shares
 
@@ -73,8 +77,8 @@ class Combination:
     def features(self) -> Tensor:
         """Returns the design matrix of intercept, slope, u, v and w, float64 [n, 5].
 
-        Its columns are 1, the sum of 1 - level less its mean, and the sum, the largest and the
-        smallest response.
+        Its columns are 1, the centred sum of 1 - level, and the sum, the largest and the smallest
+        response.
         """
         responses = self.shares * self.doses.responses(self.x)
         of_samples = scatter(responses, self.doses.sample, dim=1, dim_size=len(self.doses.line))
@@ -86,11 +90,11 @@ class Combination:
 
 
 def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
-    """Returns 1 for the largest response of each sample if it is positive, 0 for others, [total].
+    """Returns 1 for the largest response of each sample if it is positive, otherwise 0, [total].
 
-    Several that are equally large, but for rounding, share the 1 evenly. One that is 0 but for
-    rounding is not positive: a node that is no sample's extreme is fitted to nothing if u is 0, and
-    the penalty takes its response to 0.
+    Responses that are equal up to rounding share the 1 evenly. A response that is 0 up to rounding
+    is not positive: if u is 0, a node that is not an extreme of any sample is not fitted to
+    anything, and the penalty reduces its response to 0.
     """
     rounding = EQUAL * response.abs().max()
     sample = doses.sample
@@ -104,7 +108,7 @@ def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets torch compute on one thread: several wait for each other longer than the fits take."""
+    """Makes torch use one thread: several would wait for each other longer than the fits take."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -118,8 +122,8 @@ def combine(
 ) -> tuple[Tensor, Tensor]:
     """Fits combinations; returns x [2 + NK, T] and weights [3, T] of the best for each target.
 
-    The best has the smallest loss on the validated scores. `additive` is the x [2 + NK, T] of the
-    sum of responses, where fits start. Targets that are not to be tried, bool [T], keep the sum.
+    The best has the smallest loss on the validated scores. Fits start from `additive`, the x
+    [2 + NK, T] of the sum of responses. Targets that are not in `is_tried`, bool [T], keep the sum.
     """
     x = additive.clone()
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
@@ -138,9 +142,10 @@ def combine(
 def combine_target(
     doses: Doses, design: Design, target: Targets, additive: Tensor, bar: tqdm
 ) -> Combination | None:
-    """Returns the best combination for one target, None if the sum of responses is the best.
+    """Returns the best combination for one target, None if the sum of responses is better.
 
-    The bar counts the settings, pairs of a start and a penalty; `MOST_SETTINGS` count twice.
+    The bar counts the settings, pairs of a start and a penalty. The `MOST_SETTINGS` best of them
+    count twice.
     """
     loss = target.regression.loss
 
@@ -149,7 +154,7 @@ def combine_target(
 
     least = validate(design.predict(additive))
     best = None
-    losses = {}  # of each setting, the least so far
+    losses = {}  # {setting: its smallest loss so far}
     candidates = {}
     for setting in product(STARTS, PENALTIES):
         of_setting = rounds(doses, design, target, target.fitted, additive, *setting)
@@ -184,14 +189,14 @@ def rounds(
     start: tuple[float, float, float],
     penalty: float,
 ) -> Iterator[Combination]:
-    """Yields the combination after each round of fits, until no round lowers what a fit minimises.
+    """Yields the combination after each round, until a round does not reduce the objective.
 
-    A round fits the responses, given the weights u, v and w and which responses are the extremes,
-    and then the weights, given the responses. As the extremes may be others then, it goes the
-    largest of the `STEPS` towards the fitted responses that lowers losses and penalty together:
-    rounds that raise them amplify rounding until it decides. The fits are to the scores of one
-    target, whose rows count by `weight`, [n, 1]. The first that it yields is the sum with this
-    penalty.
+    A round fits the responses, given the weights u, v and w and the extreme responses, and then
+    fits the weights, given the responses. The extremes may change in the process. Therefore, a
+    round makes the largest of the `STEPS` towards the fitted responses that reduces the sum of
+    losses and penalty: rounds that increase it would amplify rounding errors until these decide the
+    result. The fits are to the scores of one target with `weight` [n, 1]. The first combination is
+    the sum with this penalty.
     """
     scaled_penalty = penalty * target.scale
 
@@ -224,14 +229,15 @@ def rounds(
 def refit_weights(state: Combination, target: Targets, weight: Tensor) -> Combination:
     """Returns the combination with intercept, slope, u, v and w refitted by least squares.
 
-    None of u, v and w is negative: rows of two nodes are fitted as well by differences of large
-    weights, which rows of other sizes do not follow. The responses are scaled so that
-    u + (v + w) / 2 is 1.
+    The weights u, v and w are never negative: differences of large weights would fit rows of two
+    nodes as well, but would not predict rows of other sizes. The responses are scaled so that
+    `u + (v + w) / 2` is 1.
     """
     features = state.features()
     prediction = features @ state.line_and_weights()
     residual, curvature = target.regression.linearise(prediction, target.y)
-    # Less the intercept: of large scores, the losses of `non_negative` would differ by rounding.
+    # Without the intercept: for large scores, the losses in `non_negative` would differ only by
+    # rounding errors.
     intercept = state.x[0]
     refitted = prediction - intercept + residual
     solution = non_negative(features, refitted, weight * curvature)
@@ -247,9 +253,9 @@ def refit_weights(state: Combination, target: Targets, weight: Tensor) -> Combin
 
 
 def non_negative(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Returns `least_squares` with no negative coefficient but for the first two, [F].
+    """Returns `least_squares` coefficients [F] that are not negative, except for the first two.
 
-    It tries all subsets of the last three features, and takes the best that is allowed.
+    It tries all subsets of the last three features, and returns the best solution that is allowed.
     """
     subsets = product((0, 1), repeat=3)
     is_used = torch.tensor([(1, 1, *subset) for subset in subsets]).double()
@@ -264,21 +270,21 @@ def non_negative(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 def least_squares(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Returns the weighted least-squares coefficients of the features, [F].
 
-    Features are [n, F], target and weight [n, 1]. Where several solutions fit as well, it is the
-    one of the smallest norm, in units of the features.
+    Features are [n, F], target and weight are [n, 1]. If there are several solutions, it returns
+    the one with the smallest norm, in units of the features.
     """
     return solve_small(*normal_equations(features, target, weight))
 
 
 def normal_equations(features: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns matrix [F, F] and right side [F] of the normal equations of a least-squares fit."""
+    """Returns the matrix [F, F] and right side [F] of the normal equations of a weighted fit."""
     weighted = features * weight
     return weighted.T @ features, (weighted.T @ target).flatten()
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
     """Returns the minimum-norm solutions [..., F] of normal equations [..., F, F] and [..., F]."""
-    size = matrix.diagonal(dim1=-2, dim2=-1).sqrt()  # of each feature
+    size = matrix.diagonal(dim1=-2, dim2=-1).sqrt()  # norm of each feature
     size = size.where(size > 0, 1.0)
     scaled = matrix / size.unsqueeze(-1) / size.unsqueeze(-2)
     inverse = torch.linalg.pinv(scaled, rtol=1e-10, hermitian=True)

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-ROWS_AT_ONCE = 2**17  # whose numbers of one target stay in cache
-TOLERANCE = 1e-7  # of a fit, in standard deviations of y
-REWEIGHTED = 100  # times that, at which a logistic regression ends
-MOST_STEPS = 1000  # of conjugate gradients
-MOST_REWEIGHTINGS = 100  # of a logistic regression
-REDUCTION = 0.01  # of the distance from the solution, by one of its steps
-MOST_HALVINGS = 30  # of such a step
+ROWS_AT_ONCE = 2**17  # rows of a block; their numbers for one target fit in the cache
+TOLERANCE = 1e-7  # tolerance of a fit, in standard deviations of y
+REWEIGHTED = 100  # a logistic regression ends at this multiple of the tolerance
+MOST_STEPS = 1000  # iterations of conjugate gradients
+MOST_REWEIGHTINGS = 100  # steps of a logistic regression
+REDUCTION = 0.01  # factor of the distance from the solution after one of its steps
+MOST_HALVINGS = 30  # how often such a step may be halved
 
 
 @dataclass
 class Doses:
-    """The regressors of a fit: doses of each perturbed node, and a line for each sample."""
+    """The regressors of a fit: the doses of each perturbed node, and a line for each sample."""
 
     node: Tensor  # long [total], the perturbed nodes of all samples, concatenated
     ptr: Tensor  # long [n + 1]; sample i has those from ptr[i] to ptr[i + 1]
-    dose: Tensor  # float64 [total, K], the factor of each of the node's effects
-    line: Tensor  # float64 [n, 2], 1 and the sum of 1 - level, less its mean
+    dose: Tensor  # float64 [total, K], factors of the node's effects
+    line: Tensor  # float64 [n, 2]: 1 and the centred sum of 1 - level
     num_nodes: int
 
     @cached_property
@@ -45,20 +45,20 @@ class Doses:
 
 @dataclass
 class DesignBlock:
-    """m consecutive rows of a `Design`."""
+    """A block of m consecutive rows of a `Design`."""
 
-    nodes: Tensor  # sparse float64 [m, NK], the doses of each node
-    transposed: Tensor  # the same, [NK, m]
+    nodes: Tensor  # sparse float64 [m, NK], the doses of the nodes
+    transposed: Tensor  # the transpose, [NK, m]
     line: Tensor  # float64 [m, 2]
 
     @cached_property
     def order(self) -> Tensor:
-        """The place of each value of `transposed` among those of `nodes`, long [values]."""
+        """The position in the values of `nodes` of each value of `transposed`, long [values]."""
         place = torch.arange(len(self.nodes.values()))
         return with_values(self.nodes, place).to_sparse_csc().values()
 
     def scaled(self, factor: Tensor) -> "DesignBlock":
-        """Returns the same rows with each value of `nodes` times a factor, [values]."""
+        """Returns the same rows with the values of `nodes` multiplied by factors, [values]."""
         values = self.nodes.values() * factor
         nodes = with_values(self.nodes, values)
         transposed = with_values(self.transposed, values[self.order])
@@ -75,13 +75,13 @@ class DesignBlock:
         return torch.cat([self.line.T @ values, self.transposed @ values])
 
     def collect_squared(self, values: Tensor) -> Tensor:
-        """Returns the transposed rows, each number squared, times values [m, T], [2 + NK, T]."""
+        """Returns the transposed rows, squared by element, times values [m, T], [2 + NK, T]."""
         squares = with_values(self.transposed, self.transposed.values().square())
         return torch.cat([self.line.square().T @ values, squares @ values])
 
 
 def with_values(matrix: Tensor, values: Tensor) -> Tensor:
-    """Returns a sparse matrix in CSR form with other values."""
+    """Returns a sparse CSR matrix with different values."""
     return torch.sparse_csr_tensor(
         matrix.crow_indices(), matrix.col_indices(), values, matrix.shape
     )
@@ -90,13 +90,13 @@ def with_values(matrix: Tensor, values: Tensor) -> Tensor:
 class Design:
     """The design matrix of a fit, [n, 2 + NK]: `doses.line`, and the doses of each node.
 
-    Its coefficients x [2 + NK, T] are a constant, a slope and the nodes' effects. The rows are in
-    blocks: a product of ten million at once takes twice as long.
+    Its coefficients x [2 + NK, T] are an intercept, a slope and the effects of the nodes. Its rows
+    are in blocks, because one product with ten million rows takes twice as long.
     """
 
     def __init__(self, doses: Doses):
         largest = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
-        self.largest_dose = largest  # 1 at least
+        self.largest_dose = largest  # at least 1
         num_effects = doses.dose.size(1)
         self.num_effects = num_effects
         self.width = 2 + doses.num_nodes * num_effects
@@ -108,7 +108,7 @@ class Design:
             column = doses.node[entries].unsqueeze(1) * num_effects + number
             nodes = torch.sparse_csr_tensor(
                 ((ptr - ptr[0]) * num_effects).int(),
-                column.flatten().int(),  # products read fewer bytes than of long ones
+                column.flatten().int(),  # int32, because products then read fewer bytes
                 doses.dose[entries].flatten(),
                 (len(ptr) - 1, doses.num_nodes * num_effects),
             )
@@ -117,7 +117,7 @@ class Design:
             self.blocks.append(DesignBlock(nodes, transposed, line))
 
     def scaled(self, factor: Tensor) -> "Design":
-        """Returns the matrix with the doses of each perturbed node times a factor, [total]."""
+        """Returns the matrix with each perturbed node's doses multiplied by a factor, [total]."""
         scaled = copy.copy(self)
         factors = factor.repeat_interleave(self.num_effects)
         sizes = [len(block.nodes.values()) for block in self.blocks]
@@ -135,7 +135,7 @@ class Design:
         return sum(block.collect(rows) for block, rows in self.split(values))
 
     def collect_squared(self, values: Tensor) -> Tensor:
-        """Returns the transposed matrix, each number squared, times values [n, T], [2 + NK, T]."""
+        """Returns the transposed matrix, squared by element, times values [n, T], [2 + NK, T]."""
         return sum(block.collect_squared(rows) for block, rows in self.split(values))
 
     def collect_predicted(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -152,13 +152,15 @@ class Design:
 
 @dataclass
 class Targets:
-    """The targets of a fit: y, and weights for fitting and for choosing among candidates."""
+    """The targets of a fit: y, and the weights for fitting and for choosing among candidates."""
 
-    y: Tensor  # float64 [n, T], 0 where it is missing
-    weight: Tensor  # float64 [n, T], of training rows, 0 for others and where y is missing
-    fitted: Tensor  # the same, 0 too for rows to which no candidate is fitted
-    validated: Tensor  # float64 [n, T], of rows by which the best candidate is chosen, else 0
-    std: Tensor  # float64 [T], of y in training
+    y: Tensor  # float64 [n, T], 0 if missing
+    weight: Tensor  # float64 [n, T], weights of training rows; 0 for others and missing y
+    # float64 [n, T], the same, but also 0 for rows that candidates are not fitted to
+    fitted: Tensor
+    # float64 [n, T], weights of the rows that choose the best candidate; 0 for others
+    validated: Tensor
+    std: Tensor  # float64 [T], standard deviation of y in training
     scale: Tensor  # float64 [NK, T], factor of the penalty of each effect
     is_binary: bool
 
@@ -189,12 +191,12 @@ class NormalEquations:
         return product
 
     def diagonal(self, penalty: float | Tensor) -> Tensor:
-        """Returns the diagonal of their matrix, [2 + NK, T], 1 where it would be 0."""
+        """Returns the diagonal of their matrix, [2 + NK, T], with 1 instead of 0."""
         diagonal = torch.cat([self.squares[:2], self.squares[2:] + penalty])
         return diagonal.where(diagonal > 0, 1.0)
 
     def gradient(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the right side less the matrix times x, [2 + NK, T], given y - prediction."""
+        """Returns the right side minus the matrix times x, [2 + NK, T], given y - prediction."""
         gradient = self.design.collect(self.weight * residual)
         gradient[2:] -= penalty * x[2:]
         return gradient
@@ -207,10 +209,10 @@ class NormalEquations:
         least: Tensor,
         reduction: float = 0.0,
     ) -> Tensor:
-        """Returns the solution, [2 + NK, T], starting from x, whose residual is y - prediction.
+        """Returns the solution, [2 + NK, T], starting from x, given its residual y - prediction.
 
-        It ends where the squared, preconditioned norm of the gradient is `least` [T], or
-        `reduction`**2 times that of x.
+        It stops when the squared, preconditioned norm of the gradient is at most `least` [T], or
+        `reduction`**2 times its value at x.
         """
         right = self.gradient(residual, penalty, x)
         diagonal = self.diagonal(penalty)
@@ -224,8 +226,9 @@ class Ridge:
 
     Args:
         weight: of each y, 0 for those that are not fitted, [n, T].
-        std: of y, in units of which a fit is exact to the tolerance, [T].
-        reduction: of the distance from the solution, by one step of a logistic regression.
+        std: standard deviation of y, the unit of the tolerance, [T].
+        tolerance: the distance from the solution at which a fit ends.
+        reduction: the factor of that distance after one step of a logistic regression.
     """
 
     def __init__(
@@ -242,11 +245,13 @@ class Ridge:
         self.weight = weight
         self.tolerance = tolerance
         self.reduction = reduction
-        # Errors of effects count times the doses, which make the matrix harder to solve, too.
+        # The errors of effects are multiplied by the doses, which also make the matrix harder to
+        # solve.
         self.unit = std.square() / design.largest_dose**3
         self.least = tolerance**2 * self.unit
 
-    penalty_factor = 1.0  # of squared effects in `objective`, as no 1/2 is before squared errors
+    # Factor of squared effects in `objective`; 1, because the squared errors have no 1/2 either.
+    penalty_factor = 1.0
 
     @cached_property
     def equations(self) -> NormalEquations:
@@ -264,27 +269,28 @@ class Ridge:
 
     @staticmethod
     def linearise(prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns residual and curvature, [n, T] each, of the loss at the predictions.
+        """Returns the residual and the curvature of the loss at the predictions, [n, T] each.
 
-        A least-squares fit to the residual, weighted by the curvature, is a Newton step.
+        A least-squares fit to the residual, weighted with the curvature, is a Newton step.
         """
         return y - prediction, torch.ones_like(y)
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
         """Returns the solution for a penalty, or for one per effect [NK, T], starting from x."""
         x = self.improve(penalty, x)
-        if self.design.largest_dose > 1:  # rounding adds up over the steps: solve what it left, too
+        # Rounding errors add up over the steps, so solve for what is left, too.
+        if self.design.largest_dose > 1:
             x = self.improve(penalty, x)
         return x
 
     def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns x after a Newton step, which for squared errors is the solution."""
+        """Returns x after a Newton step; for squared errors, this is the solution."""
         residual = self.y - self.design.predict(x)
         return self.equations.solve(residual, penalty, x, self.least)
 
 
 class LogisticRidge(Ridge):
-    """A logistic ridge regression of y of 0 and 1, by iteratively reweighted least squares."""
+    """A logistic ridge regression of binary y, by iteratively reweighted least squares."""
 
     penalty_factor = 0.5
 
@@ -306,7 +312,7 @@ class LogisticRidge(Ridge):
         return x
 
     def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the distance of x from the solution, [T], in the units of the tolerance."""
+        """Returns the distance of x from the solution, [T], in the unit of the tolerance."""
         residual, curvature = self.linearise(self.design.predict(x), self.y)
         equations = NormalEquations(self.design, self.weight * curvature)
         gradient = equations.gradient(residual, penalty, x)
@@ -323,15 +329,15 @@ class LogisticRidge(Ridge):
         return x + self.step(penalty, x, change) * change
 
     def step(self, penalty: float | Tensor, x: Tensor, change: Tensor) -> Tensor:
-        """Returns the step size, the largest of 1, 1/2, 1/4 ... that does not raise the loss, [T].
+        """Returns the largest step of 1, 1/2, 1/4 ... that does not increase the objective, [T].
 
-        A whole step goes too far where predictions are nearly certain.
+        A complete step goes too far if predictions are nearly certain.
         """
 
         def total(x: Tensor) -> Tensor:
             return self.objective(penalty, x, self.design.predict(x))
 
-        most = total(x) * (1 + 1e-12)  # more than rounding
+        most = total(x) * (1 + 1e-12)  # allows for rounding errors
         step = torch.ones_like(most)
         for _ in range(MOST_HALVINGS):
             is_up = total(x + step * change) > most
@@ -342,17 +348,17 @@ class LogisticRidge(Ridge):
 
 
 def variance_of(probability: Tensor, least: float = 1e-3) -> Tensor:
-    """Returns the variance of a Bernoulli variable of this probability, at least `least`."""
+    """Returns the variance of a Bernoulli variable with this probability, at least `least`."""
     return (probability * (1 - probability)).clamp(min=least)
 
 
 def conjugate_gradients(
     product: Callable[[Tensor], Tensor], right: Tensor, diagonal: Tensor, least: Tensor
 ) -> Tensor:
-    """Returns the solution of product(x) = right for each column, of the shape of `right`.
+    """Returns the solution of product(x) = right for each column, in the shape of `right`.
 
-    `diagonal` is that of the matrix, for Jacobi's preconditioner. The method ends when no column's
-    sum of residual**2 / diagonal is over `least` [T], or after `MOST_STEPS`.
+    `diagonal` is the diagonal of the matrix, for Jacobi's preconditioner. The method ends when the
+    sum of residual**2 / diagonal is at most `least` [T] in all columns, or after `MOST_STEPS`.
     """
     x = torch.zeros_like(right)
     residual = right
@@ -363,7 +369,7 @@ def conjugate_gradients(
         if (norm <= least).all():
             break
         change = product(direction)
-        # The numbers of a solved column would become too small to divide by.
+        # In a solved column, the numbers would become too small to divide by.
         step = (norm / (direction * change).sum(0)).where(norm > least, 0.0)
         x = x + step * direction
         residual = residual - step * change

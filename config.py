@@ -1,14 +1,14 @@
-"""The configuration: every option, composed of the dataclasses beside what they configure.
+"""The configuration: all options, from dataclasses that are next to the code which uses them.
 
 An option is a field of one of these dataclasses and a line of config.yaml. It has the type of the
-field; `field(default=..., metadata={"min": ..., "max": ...})` states its range. Options come from
-config.yaml, then from each `--config FILE`, then from `section.key=value` on the command line.
-Where an option has `metadata={"path": True}`, `~` and environment variables are replaced.
+field; `field(default=..., metadata={"min": ..., "max": ...})` sets its range. Options are read from
+config.yaml, then from each `--config FILE`, then from `section.key=value` on the command line. With
+`metadata={"path": True}`, `~` and environment variables in the value are expanded.
 
-`metadata={"resume": ...}` of an option, or of its whole section in `Config`, says what it means for
-a run that is resumed with another value: "fixed" refuses it; "free" takes it, as training stays as
-it is but for rounding; "noted", the default, also takes it while there are steps left, and the log
-says what the earlier steps had.
+`metadata={"resume": ...}` of an option, or of its section in `Config`, is the rule for resuming a
+run with a different value. "fixed": this is an error. "free": it is allowed, because results are
+the same up to rounding. "noted", the default: it is allowed while there are steps left, and the log
+reports the value of the earlier steps.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from run_folder import CheckpointConfig, LogConfig, RunConfig, warnings_so_far
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
-NO_PATH = ("null", "~", "None")  # which people write for no file
-MOST = 2**63 - 1  # of a number
+NO_PATH = ("null", "~", "None")  # values that users write to name no file
+MOST = 2**63 - 1  # largest absolute value of a number
 ONE_WORD = (
     "write each option as a single argument, such as optim.lr=0.1; put it in quotes if it contains "
     "spaces, brackets or braces, such as 'data.scores=[a, b]'"
@@ -48,7 +48,7 @@ NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 @dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default=RunConfig(), metadata={"resume": "free"})
-    # Free, as the hash of what is read by these options is fixed.
+    # Free, because the hash of the tables that they select is fixed.
     data: DataConfig = field(default=DataConfig(), metadata={"resume": "free"})
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
@@ -70,24 +70,24 @@ class Config:
         return by_key(asdict(self))
 
     def text(self) -> str:
-        """Returns all options as YAML, which `read_options` reads."""
+        """Returns all options as YAML that `read_options` can read."""
         return yaml.dump(asdict(self), Dumper=OptionsDumper, sort_keys=False)
 
     def free_options(self) -> list[str]:
-        """Returns "section.key" of the options that change no number, or are at their defaults."""
+        """Returns "section.key" of options that do not affect results, or are at their defaults."""
         rules = self.resume_rules()
         defaults = Config().options()
         given = self.options()
         return [key for key in given if rules[key] == "free" or given[key] == defaults[key]]
 
     def shared_options(self) -> dict[str, Any]:
-        """Returns the options that must be the same on all ranks: all but paths."""
+        """Returns the options that must be the same on all ranks: all except paths."""
         known = all_options()
         given = self.options()
         return {key: given[key] for key in given if not known[key].metadata.get("path")}
 
     def resume_rules(self) -> dict[str, str]:
-        """Returns {"section.key": "fixed", "free" or "noted"} of all options."""
+        """Returns {"section.key": rule} of all options; a rule is "fixed", "free" or "noted"."""
         rules = {}
         for section in fields(self):
             rule_of_section = section.metadata.get("resume", "noted")
@@ -98,7 +98,7 @@ class Config:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line, of which what is wrong is a `UserError`."""
+    """An argument parser whose errors are `UserError`s."""
 
     def __init__(self, description: str | None, **options: Any):
         super().__init__(
@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def all_options_text() -> str:
-    """Returns config.yaml, for the help of a command."""
+    """Returns the text of config.yaml, for the help of a command."""
     return f"config.yaml:\n\n{DEFAULTS.read_text('utf-8')}"
 
 
@@ -125,8 +125,9 @@ def run_command(
 ) -> int:
     """Calls `command` on this rank with the settings of a command line; returns the exit status.
 
-    Without `arguments`, it is this process's. The settings have a field `ddp`. A wrong command line
-    is reported once, not by every rank. Afterwards, the process is as before.
+    By default, `arguments` is the command line of this process. The settings have a field `ddp`. An
+    error in the command line is reported once, not by every rank. Afterwards, logging, environment
+    and random state are as before.
     """
     with log_to_console(), restored_settings():
         settings = Config()
@@ -135,7 +136,7 @@ def run_command(
             settings = read_settings(arguments)
         except (UserError, OSError) as error:
             problem = error
-        except SystemExit:  # after --help
+        except SystemExit:  # raised by --help
             return 0
 
         def program(ddp: Distributed) -> None:
@@ -151,7 +152,10 @@ def run_command(
 
 @contextlib.contextmanager
 def log_to_console() -> Iterator[None]:
-    """In the block, prints what rank 0 logs, and keeps warnings; errors go to stderr."""
+    """In the block, prints the log of rank 0 to stdout, and collects warnings.
+
+    Errors are not printed here, because `Distributed.fail` prints them to stderr.
+    """
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
@@ -174,7 +178,7 @@ def log_to_console() -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored_settings() -> Iterator[None]:
-    """After the block, this process has its variables, random numbers and modes of before."""
+    """Restores environment variables, random state and torch modes after the block."""
     variables = dict(os.environ)
     deterministic = torch.get_deterministic_debug_mode()
     show_warning = warnings.showwarning
@@ -186,13 +190,17 @@ def restored_settings() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(variables)
         torch.set_deterministic_debug_mode(deterministic)
-        if warnings.showwarning is not show_warning:  # or it was the caller that captured them
+        # If the caller already captured warnings, this is unchanged, and the caller will end that.
+        if warnings.showwarning is not show_warning:
             logging.captureWarnings(False)
 
 
 # ---- Reading -------------------------------------------------------------------------------------
 def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Config:
-    """Returns the options of config.yaml, then of files and a command line; raises `UserError`."""
+    """Returns the options of config.yaml, of files and of a command line; raises `UserError`.
+
+    Later sources override earlier ones.
+    """
     sources = [DEFAULTS.name]
     options = read_options(DEFAULTS)
     for file in files:
@@ -205,7 +213,7 @@ def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ())
 def override(
     options: Mapping[str, Any], overrides: Sequence[str], sources: Sequence[str]
 ) -> Config:
-    """Returns options as `Config`, overridden by a command line; raises `UserError`."""
+    """Returns `options` as a `Config`, overridden by a command line; raises `UserError`."""
     for word in overrides:
         if not re.match(r"[^\s=]+=", word):
             raise UserError(f"{word!r} is not section.key=value: {ONE_WORD}")
@@ -222,7 +230,7 @@ def override(
 
 
 def compose(options: Mapping[str, Any]) -> Config:
-    """Returns {"section.key": value} as a configuration; raises `UserError` for a wrong value."""
+    """Returns the `Config` of {"section.key": value}; raises `UserError` for a wrong value."""
     sections = {section.name: {} for section in fields(Config)}
     for key, option in all_options().items():
         section, _, name = key.partition(".")
@@ -250,7 +258,7 @@ def read_options(path: str | Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Returns key and value of `section.key=value`; raises `UserError`."""
+    """Returns the key and the value of `section.key=value`; raises `UserError`."""
     key, _, value = text.partition("=")
     check_names([key])
     option = all_options()[key]
@@ -262,9 +270,10 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 class OptionsLoader(yaml.SafeLoader):
-    """Reads YAML in which no key stands twice, of which the first would be ignored.
+    """Reads YAML, but rejects duplicate keys, of which YAML would ignore the first.
 
-    Dates are texts, and numbers decimal, where YAML 1.1 reads 010 as 8, 1:30 as 90, 1e-3 as a text.
+    Dates are read as text, and all numbers as decimal: YAML 1.1 would read 010 as 8, 1:30 as 90,
+    and 1e-3 as text.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -276,11 +285,11 @@ class OptionsLoader(yaml.SafeLoader):
 
 
 class OptionsDumper(yaml.SafeDumper):
-    """Puts a text in quotes that `OptionsLoader` would take for something else."""
+    """Quotes every text that `OptionsLoader` would not read as text."""
 
 
 def number_or_text(loader: OptionsLoader, node: yaml.ScalarNode) -> int | float | str:
-    """Returns a decimal number, or the text of what is a number in YAML 1.1 alone, such as 1:30."""
+    """Returns a decimal number, or the text if only YAML 1.1 reads it as a number, such as 1:30."""
     if not NUMBER.match(node.value):
         return node.value
     with contextlib.suppress(ValueError):
@@ -296,7 +305,7 @@ for _class in (OptionsLoader, OptionsDumper):
 
 @contextlib.contextmanager
 def explain_yaml_errors(source: str | Path) -> Iterator[None]:
-    """Turns a failure to read YAML into a `UserError`."""
+    """Turns an error while reading YAML into a `UserError`."""
     try:
         yield
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -308,7 +317,7 @@ def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
     """Returns {"section.key": value} of {section: {key: value}}."""
     options = {}
     for section, values in sections.items():
-        if values is None:  # an empty section
+        if values is None:
             continue
         for name, value in values.items():
             options[f"{section}.{name}"] = value
@@ -322,13 +331,13 @@ def all_options() -> dict[str, Field]:
     for section in fields(Config):
         hints = get_type_hints(section.type)
         for option in fields(section.type):
-            option.type = hints[option.name]  # which may be a text
+            option.type = hints[option.name]  # the annotation may be a text
             options[f"{section.name}.{option.name}"] = option
     return options
 
 
 def check_names(keys: Iterable[str], place: str = "") -> None:
-    """Raises `UserError` with the nearest option for a name that is none."""
+    """Raises `UserError` for an unknown option, and suggests the most similar one."""
     known = all_options()
     for key in keys:
         if key not in known:
@@ -337,7 +346,7 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
 
 
 def convert(key: str, value: Any, option: Field) -> Any:
-    """Returns `value` in the option's type; raises `UserError` if that is not possible."""
+    """Returns `value` as the option's type; raises `UserError` for a wrong type or range."""
     with contextlib.suppress(ValueError, OverflowError):
         converted = as_type(value, option.type)
         if is_in_range(converted, option.metadata):
@@ -353,7 +362,7 @@ def convert(key: str, value: Any, option: Field) -> Any:
 
 
 def expand_path(path: str, where: str = "") -> str:
-    """Returns a path with `~` and environment variables replaced; raises `UserError`."""
+    """Returns a path with `~` and environment variables expanded; raises `UserError`."""
     expanded = os.path.expanduser(os.path.expandvars(path))
     unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
     if unknown and not os.path.exists(expanded):
@@ -363,7 +372,7 @@ def expand_path(path: str, where: str = "") -> str:
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """Returns the value as a type; raises `ValueError` if it is none of that type."""
+    """Returns `value` as a type; raises `ValueError` if it does not have that type."""
     if get_origin(kind) is list and type(value) is list:
         (kind_of_items,) = get_args(kind)
         return [as_type(item, kind_of_items) for item in value]
@@ -377,7 +386,10 @@ def as_type(value: Any, kind: Any) -> Any:
 
 
 def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
-    """Returns whether a number, or all of a list, is in its range and of 64 bits; others are."""
+    """Returns whether a number, or every number of a list, is in its range and fits in 64 bits.
+
+    Values of other types are always in range.
+    """
     if type(value) is list:
         return all(is_in_range(item, limits) for item in value)
     if type(value) not in (int, float):
@@ -386,7 +398,7 @@ def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
 
 
 def describe_type(kind: Any) -> str:
-    """Returns a type as a text."""
+    """Returns the text for a type in an error message."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     return str(kind) if get_origin(kind) else kind.__name__

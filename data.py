@@ -1,7 +1,7 @@
-"""Tables to batches: splits, and the dataset, which builds a whole batch at once.
+"""From tables to batches: the splits, and the dataset, which builds a complete batch at once.
 
 Shapes: N nodes, n samples of T targets in the tables; B samples with P perturbed nodes in a batch;
-K responses of a node to its level.
+K effects of a node.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from mask import doses, starts_of_samples
 from metrics import mean_and_std
 from parts import optional
 
-LARGE = 0.1  # share of the rows, from which on a set of knock-outs does not decide a split
-EXAMPLE = Path(__file__).with_name("example")  # tables that are read if none are given
+LARGE = 0.1  # larger sets, as a share of the rows, are kept for training if possible
+EXAMPLE = Path(__file__).with_name("example")  # the tables that are read by default
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,20 @@ class DataConfig:
 
 
 def load(config: DataConfig) -> Tables:
-    """Returns the tables of `config`, or of the example, with their split, cached if possible.
+    """Returns the tables of `config`, or of the example, with their split.
 
-    Raises `DataError` if a file is missing, malformed or empty, or a split has no rows.
+    Both are cached if there is a cache folder. Raises `DataError` if a file is missing, malformed
+    or empty, or if a split has no rows.
     """
     config = with_example(config)
     files = [config.edges, config.perturbations, config.features]
-    digests = [path and file_digest(path) for path in files]  # "" for one that is not given
+    digests = [path and file_digest(path) for path in files]  # "" for a file that is not given
     options = [config.scores, config.undirected]
-    data_notes = optional("data_notes")  # refuses names and makes notes, but is not imported
+    # Affects the tables, but is not among the imports whose code `cached` hashes.
+    data_notes = optional("data_notes")
     code = file_digest(data_notes.__file__) if data_notes else ""
-    key = f"{files} {digests} {options} {code}"  # notes of tables name their files
+    # Includes the paths, because the notes of tables quote them.
+    key = f"{files} {digests} {options} {code}"
 
     def read() -> dict[str, Any]:
         return vars(read_tables(*files, *options))
@@ -78,7 +81,8 @@ def load(config: DataConfig) -> Tables:
         make_split = node_split if config.split == "nodes" else random_split
         key += "".join(f" {getattr(config, name)}" for name in of_split)
         split_rows = partial(make_split, tables, config)
-        # The code of this module is that of the tables, too, which it imports.
+        # The cached split also depends on the code of this module, and on the modules that it
+        # imports, such as data_tables.
         tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
     else:
         given = [name for name in of_split if getattr(config, name) != getattr(DataConfig, name)]
@@ -99,7 +103,7 @@ def load(config: DataConfig) -> Tables:
 
 
 def with_example(config: DataConfig) -> DataConfig:
-    """Returns `config`, with the example's tables if it names none."""
+    """Returns `config`, with the tables of the example if it does not name any tables."""
     if config.edges:
         return config
     tables = {"edges": str(EXAMPLE / "edges.tsv"), "perturbations": str(EXAMPLE / "scores.tsv")}
@@ -121,12 +125,12 @@ def file_digest(path: str) -> str:
 
 # ---- Splits --------------------------------------------------------------------------------------
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
-    """Returns a random split, int8 [n], where rows of the same nodes and levels stay together.
+    """Returns a random split, int8 [n], which keeps rows of the same nodes and levels together.
 
-    With `split=sets`, rows of the same nodes stay together, whatever their levels.
-    Sets of more than `LARGE` of the rows come last, and the intact one after them: they are trained
-    on as long as other sets fill test and validation, which a set alone would not measure. With
-    `fold`, each set is tested in one of the folds.
+    With `split=sets`, rows of the same nodes stay together, whatever their levels. Sets with more
+    than `LARGE` of the rows, and the intact set, are used for training as long as there are enough
+    others for validation and test, because a single set would dominate the metrics. With `fold`,
+    each set is tested in one of the folds.
     """
     set_number = tables.set_number(with_levels=config.split != "sets")
     rows_of_set = torch.bincount(set_number)
@@ -137,7 +141,7 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     start, num_test = place_of_test(len(order), config)
     order = order.roll(-start)
     if config.fold:
-        turn[order[:num_test]] = -1  # also if they are large
+        turn[order[:num_test]] = -1  # even if they are large
     order = order[turn[order].argsort(stable=True)]
     return split_in_order(order, config, len(order))[set_number]
 
@@ -145,9 +149,9 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
 def node_split(tables: Tables, config: DataConfig) -> Tensor:
     """Returns a split of the knocked-out nodes, int8 [n]: test nodes are never trained on.
 
-    The knocked-out nodes are shuffled; validation nodes are the first that follow the test nodes.
-    Rows with a test node are test rows, rows with a validation node validation rows, and rows with
-    both in neither.
+    The knocked-out nodes are shuffled, and the validation nodes directly follow the test nodes.
+    Rows with a test node are test rows, and rows with a validation node are validation rows. Rows
+    with both are in no split, -1.
     """
     nodes = tables.perturbed.unique()
     seed = config.split_seed if config.fold else 0
@@ -165,7 +169,7 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
 
 
 def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
-    """Returns a split, int8 [size]: the first of `order` are test, the next ones validation."""
+    """Returns a split, int8 [size]: `order` begins with the test items, then validation items."""
     _, num_test = place_of_test(len(order), config)
     num_val = round(len(order) * config.val_fraction)
     split = torch.zeros(size, dtype=torch.int8)
@@ -175,7 +179,10 @@ def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
 
 
 def place_of_test(count: int, config: DataConfig) -> tuple[int, int]:
-    """Returns where the tested ones of `count` shuffled sets or nodes begin, and their number."""
+    """Returns the position of the first test item among `count` shuffled items, and their number.
+
+    The items are sets of knock-outs or, with split=nodes, nodes.
+    """
     if config.fold:
         k, num_folds = map(int, config.fold.split("/"))
         start = count * k // num_folds
@@ -187,10 +194,10 @@ def place_of_test(count: int, config: DataConfig) -> tuple[int, int]:
 
 # ---- Batches -------------------------------------------------------------------------------------
 def weight_scale(tables: Tables) -> Tensor:
-    """Returns a factor of each target's weights, float64 [T].
+    """Returns the factor of each target's weights, float64 [T].
 
-    With it, the weights' sum over the training rows with that score is the number of all training
-    rows: each target counts the same, however many of its scores are missing.
+    With this factor, the weights of the training rows with a score sum to the number of all
+    training rows. Each target then counts the same, however many of its scores are missing.
     """
     rows = tables.rows("train")
     return len(rows) / tables.score_weight(rows).sum(dim=0)
@@ -198,27 +205,32 @@ def weight_scale(tables: Tables) -> Tensor:
 
 @dataclass
 class KnockoutDataset(Dataset):
-    """Builds a whole batch of the tables' rows at once from a list of their numbers; -1 is padding.
+    """A dataset of the tables' rows that builds a complete batch from a list of row numbers.
 
-    A batch is a PyG `Data` with `perturbed` [P], `perturbed_batch` [P], `perturbed_ptr` [B + 1],
-    `level` [P] (0 for deleted nodes), `y` [B, T], `weight` [B, T] (0 for missing scores and
-    padding), `index` [B] (the row, -1 for padding) and `num_dead_edges`, an int that sizes the
-    masks' tensors. It also has `columns` by their names: tensors [n, ...] with an entry for each
-    row, as those of `Tables.columns`, or what a function makes of the batch. Padding has zeros.
+    The row number -1 is padding, whose entries are 0. A batch is a PyG `Data` with
+
+    - `perturbed` [P], `perturbed_batch` [P] and `perturbed_ptr` [B + 1]: the perturbed nodes;
+    - `level` [P]: their levels, 0 for deleted nodes;
+    - `y` and `weight`, [B, T] each: scores and their weights, 0 for missing scores;
+    - `index` [B]: row numbers;
+    - `num_dead_edges`: an int, which determines the size of the masks' tensors;
+    - each of `columns` by its name: a tensor [n, ...] with an entry for each row, as in
+      `Tables.columns`, or the result of a function of the batch.
     """
 
     tables: Tables
-    degree: Tensor  # that of `SharedGraph`, long [N]
-    transform: Callable[[Data], Data] | None = None  # of batches, such as `ReachPlanner`
-    scale: Tensor | float = 1.0  # the `weight_scale` of the tables that are trained on
-    out_degree: Tensor | None = None  # given, batches have `starts`: no wait for a GPU
+    degree: Tensor  # the `degree` of `SharedGraph`, long [N]
+    transform: Callable[[Data], Data] | None = None  # applied to each batch, such as `ReachPlanner`
+    scale: Tensor | float = 1.0  # the `weight_scale` of the training tables
+    # If given, batches have `starts`, so that the host need not wait for the GPU.
+    out_degree: Tensor | None = None
     columns: dict[str, Tensor | Callable[[Data], Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tables.y)
 
     def with_samples(self, samples: Tables) -> "KnockoutDataset":
-        """Returns a dataset of other samples on the same graph, with the columns of theirs."""
+        """Returns a dataset of other samples on the same graph; keeps columns made by functions."""
         functions = {name: column for name, column in self.columns.items() if callable(column)}
         return replace(self, tables=samples, columns=functions)
 
@@ -230,7 +242,7 @@ class KnockoutDataset(Dataset):
         return self.__getitems__([row])
 
     def __getitems__(self, rows: Sequence[int]) -> Data:
-        """Returns these rows' batch; raises `IndexError` for a knocked-out node outside [0, N)."""
+        """Returns the batch of these rows; raises `IndexError` for a node outside [0, N)."""
         index = torch.as_tensor(rows, dtype=torch.long)
         is_real = index >= 0
         row = index.clamp(min=0)
@@ -271,14 +283,14 @@ class KnockoutDataset(Dataset):
         return self.transform(batch) if self.transform else batch
 
 
-# ---- What the training rows tell: units, weights, and how many doses there are -------------------
+# ---- Units, weights and doses, computed from the training rows -----------------------------------
 def basis_of(tables: Tables) -> Tensor:
     """Returns the matrix that maps the `mask.doses` of a level to K doses, float64 [3, K].
 
-    There are as many doses, and so effects of a node, as the levels in training identify. Gains are
-    apart from losses if there are both; deletions are apart from losses if there are also levels
-    between 0 and 1. Each column is scaled so that the mean square of its doses that are not 0 is 1
-    in training: one penalty then suits all.
+    A node has as many effects as the levels of the training rows can identify. Gains and losses are
+    separate if there are both. Deletions and losses are separate if there are also levels between 0
+    and 1. Each column is scaled so that the mean square of its non-zero doses in training is 1; one
+    penalty is then suitable for all effects.
     """
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
     level, count = tables.level[is_trained[tables.sample()]].unique(return_counts=True)
@@ -295,13 +307,13 @@ def basis_of(tables: Tables) -> Tensor:
 
 
 def mean_one_weight(tables: Tables) -> Tensor:
-    """Returns weights of mean 1 over each target's training rows, 0 for missing y, [n, T]."""
+    """Returns weights of mean 1 over each target's training rows, 0 for missing scores, [n, T]."""
     weight = tables.score_weight(slice(None))
     of_train = tables.score_weight(tables.rows("train"))
     return weight * ((of_train > 0).sum(dim=0) / of_train.sum(dim=0))
 
 
 def training_mean_and_std(tables: Tables) -> tuple[Tensor, Tensor]:
-    """Returns mean and standard deviation of the training scores, by their weight, [T] each."""
+    """Returns the weighted mean and standard deviation of the training scores, [T] each."""
     rows = tables.rows("train")
     return mean_and_std(tables.y[rows], mean_one_weight(tables)[rows])

@@ -1,4 +1,4 @@
-"""The cache: values in files, each named by a hash of all that the value depends on."""
+"""The cache: values in files, whose names are hashes of everything that the value depends on."""
 
 import ast
 import contextlib
@@ -18,15 +18,15 @@ import torch
 from run_checkpoint import load_file
 
 log = logging.getLogger(__name__)
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # may have a docstring
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have a docstring
 
 
 def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any:
     """Returns the value of `build`, cached in a file; one process builds while others wait.
 
-    The file is that of `key`, a text of all that the value depends on, such as hashes of the files
-    that are read and the `source_digest` of the function that reads them. Its tensors are mapped
-    into memory, which the processes of a machine share.
+    The file depends on `key`, a text with everything that the value depends on, such as hashes of
+    the files that are read and the `source_digest` of the function that reads them. Its tensors are
+    mapped into memory, which the processes of a machine share.
     """
     path = cache_file(cache_dir, kind, key)
     if not os.path.exists(path):
@@ -37,17 +37,18 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:  # what is there can be read, but two might write at once
+        # An existing file can be read, but two processes might write it at once.
+        except OSError as error:
             failure = error
-        if os.path.exists(path):  # which is also false in a folder that one may not enter
+        if os.path.exists(path):  # also False if the folder is not accessible
             try:
                 return load_file(path, mmap=True)
-            except Exception as error:  # a damaged file fails in many ways
+            except Exception as error:  # reading a damaged file can raise any exception
                 log.warning(
                     f"cache     {path} is damaged and will be rebuilt: {type(error).__name__}"
                 )
         content = build()
-        temporary = path.with_suffix(".tmp")  # overwrites what a killed process has left
+        temporary = path.with_suffix(".tmp")  # overwrites a file that a killed process has left
         try:
             if failure:
                 raise failure
@@ -65,16 +66,17 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
 
 
 def cache_file(cache_dir: str, kind: str, key: str) -> Path:
-    """Returns the file in which `cached` keeps the value of a key."""
+    """Returns the file in which `cached` stores the value of a key."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return Path(cache_dir, f"{kind}-{digest[:32]}.pt")
 
 
 @functools.cache
 def source_digest(function: Callable) -> str:
-    """Returns a hash of the code of a function's module and of what that imports from its folder.
+    """Returns a hash of the code of a function's module and of the modules that it imports.
 
-    Comments, docstrings and layout do not count, nor does what is imported by `optional`.
+    Only modules in the same folder count. Comments, docstrings and layout do not count, and neither
+    do modules that are imported with `optional`.
     """
     script = Path(inspect.getsourcefile(function))
     finder = ModuleFinder([str(script.parent)])

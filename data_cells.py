@@ -1,7 +1,7 @@
-"""The rows of a table's file: cells to numbers, names and sets of nodes, or one error.
+"""The rows of a table's file: converts cells to numbers, names and sets of nodes.
 
-A file is text with tabs between its cells, under a header; it may be gzipped, and any cell may
-stand in quotes. Errors name file and line.
+A file is text with tabs between the cells, and with a header. It may be gzipped, and any cell may
+be quoted. Errors name the file and the line.
 
 Shapes: n rows.
 """
@@ -26,12 +26,13 @@ from errors import DataError, reason_of
 from run_progress import progress_bar
 
 SPLITS = ("train", "val", "test")
-ALIASES = {"node": "gene", "nodes": "genes"}  # of a table's first column
-# What pandas, R and spreadsheets write for a missing value; any text that is a float's nan is one.
+ALIASES = {"node": "gene", "nodes": "genes"}  # other names of a table's first column
+# Missing values as pandas, R and spreadsheets write them. Any text that float() reads as nan is
+# missing, too.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
-GZIP = b"\x1f\x8b"  # what such a file begins with
-CHUNK = 2**20  # cells of a table that are parsed at once
-csv.field_size_limit(2**31 - 1)  # of a cell, which may name all nodes
+GZIP = b"\x1f\x8b"  # first bytes of a gzipped file
+CHUNK = 2**20  # number of cells that are parsed at once
+csv.field_size_limit(2**31 - 1)  # characters of a cell, which may list all nodes
 
 
 @dataclass
@@ -39,25 +40,26 @@ class Rows:
     """Some consecutive rows of a table."""
 
     path: str
-    lines: Sequence[int]  # number of each row's line in the file
-    cells: dict[str, list[str]]  # by column
+    lines: Sequence[int]  # line number of each row in the file
+    cells: dict[str, list[str]]  # {column: cells of the rows}
 
     def place(self, row: int) -> str:
-        """Returns where a row stands, for errors."""
+        """Returns the file and the line of a row, for errors."""
         return f"{self.path}:{self.lines[row]}"
 
     def error(self, row: int, column: str, problem: str) -> DataError:
+        """Returns the error for a wrong cell, with file, line, column and cell."""
         cell = self.cells[column][row]
         return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
-        """Returns a column, float64 [n], nan where missing; raises `DataError`.
+        """Returns a column, float64 [n], nan if missing; raises `DataError`.
 
-        If it must be `positive`, a missing number is an error, too.
+        If values must be `positive`, a missing value is an error, too.
         """
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.from_numpy(np.array(values, dtype=np.float64))
-        numbers[numbers.isnan()] = math.nan  # of the same bits, whatever its text
+        numbers[numbers.isnan()] = math.nan  # the same bits for every text of nan
         least = 1e-30 if positive else -1e30
         valid = (least < numbers) & (numbers < 1e30)
         if not positive:
@@ -68,14 +70,14 @@ class Rows:
         return numbers
 
     def table(self, columns: Sequence[str], advice: str = "") -> Tensor:
-        """Returns columns of numbers, float64 [n, C], nan where missing."""
+        """Returns some columns of numbers, float64 [n, C], nan if missing; raises `DataError`."""
         table = torch.empty(len(self.lines), len(columns), dtype=torch.float64)
         for c, column in enumerate(columns):
             table[:, c] = self.numbers(column, advice=advice)
         return table
 
     def names(self, column: str) -> list[str]:
-        """Returns a column of names, stripped; raises `DataError`, also for a tab in quotes."""
+        """Returns a column of names without outer blanks; raises `DataError`, also for a tab."""
         names = [cell.strip() for cell in self.cells[column]]
         for name in dict.fromkeys(names):
             if name == "" or "\t" in name:
@@ -84,7 +86,7 @@ class Rows:
         return names
 
     def node_names(self, column: str) -> list[str]:
-        """Returns a column of nodes' names, stripped; raises `DataError`."""
+        """Returns a column of node names without outer blanks; raises `DataError`."""
         names = self.names(column)
         for name in dict.fromkeys(names):
             problem = ""
@@ -97,7 +99,7 @@ class Rows:
         return names
 
     def splits(self) -> Tensor:
-        """Returns the column split, int8 [n], as in `Tables`."""
+        """Returns the column split, int8 [n], as in `Tables`; raises `DataError`."""
         names = [cell.strip() for cell in self.cells["split"]]
         for row, name in enumerate(names):
             if name not in SPLITS:
@@ -106,16 +108,17 @@ class Rows:
         return torch.tensor(positions, dtype=torch.int8)
 
     def sets(self) -> tuple[Tensor, Tensor, list[str], Tensor]:
-        """Parses the column genes, such as `A,B=0.3`; a name that a row repeats counts once.
+        """Parses the column genes, such as `A,B=0.3`; a node that a row repeats counts once.
 
-        Returns for each perturbed node the row and the number of the name, long [total]; the names
-        by number; and for each node its level, float64 [total]. Raises `DataError`.
+        Returns for each perturbed node its row and the number of its name, long [total] each; the
+        list of names; and the level of each perturbed node, float64 [total]. Raises `DataError`.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
         counts = [cell.count(",") + 1 if cell.strip() else 0 for cell in cells]
         row = torch.repeat_interleave(torch.from_numpy(np.array(counts, dtype=np.int64)))
-        # Ten million rows have few different texts: parsing each of these once saves most of it.
+        # Ten million rows have few distinct texts. Parsing each distinct text once saves most of
+        # the time.
         texts = ",".join(filled).split(",") if filled else []
         text_number = {}
         text = number_names(texts, text_number)
@@ -131,7 +134,7 @@ class Rows:
             problem = f"contain {texts[wrong].strip()!r:.60}, which has no name or no level from 0 "
             problem += "to 10,000 (nodes are separated by commas)"
             raise self.error(int(row[wrong]), "genes", problem)
-        name_number = {}  # two texts may be one name
+        name_number = {}  # two texts may have the same name
         name = number_names(names, name_number)[text]
         names = list(name_number)
         level = level_of_text[text]
@@ -139,7 +142,8 @@ class Rows:
         row = row[order]
         name = name[order]
         level = level[order]
-        is_first = torch.ones(len(row), dtype=torch.bool)  # of its name in the row
+        # Whether this is the first occurrence of the name in its row.
+        is_first = torch.ones(len(row), dtype=torch.bool)
         is_first[1:] = (row.diff() != 0) | (name.diff() != 0)
         has_two_levels = ~is_first[1:] & (level.diff() != 0)
         if has_two_levels.any():
@@ -151,7 +155,7 @@ class Rows:
 
 
 def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
-    """Returns the number of each name, long [n]; names that `number` lacks are added to it."""
+    """Returns the number of each name, long [n]; adds new names to `number`."""
     for name in dict.fromkeys(names):
         number.setdefault(name, len(number))
     numbers = map(number.__getitem__, names)
@@ -159,24 +163,24 @@ def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
 
 
 def stable_order(keys: Tensor) -> Tensor:
-    """Returns a stable argsort of nearly sorted keys: numpy takes a fifth of torch's time."""
+    """Returns a stable argsort of nearly sorted keys; numpy is five times as fast as torch."""
     return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
 
 
 def split_level(text: str) -> tuple[str, float]:
-    """Returns name and level of a text `A` or `A=0.3`; the level is nan if either is wrong.
+    """Returns the name and the level of a text `A` or `A=0.3`; the level is nan if either is wrong.
 
-    A level is a number from 0 to 10,000: higher ones would cost the digits of others.
+    A level is a number from 0 to 10,000. A higher one would reduce the precision of the others.
     """
     name, sign, level_text = text.partition("=")
     name = name.strip()
     level = parse_number(level_text) if sign else 0.0
     is_right = name != "" and 0 <= level <= 1e4
-    return name, abs(level) if is_right else math.nan  # -0 is 0
+    return name, abs(level) if is_right else math.nan  # turns -0 into 0
 
 
 def parse_number(cell: str) -> float:
-    """Returns the number in a cell; nan if it is missing, inf if it is something else."""
+    """Returns the number in a cell; nan if it is missing, inf if it is not a number."""
     try:
         value = float(cell)
     except ValueError:
@@ -185,19 +189,19 @@ def parse_number(cell: str) -> float:
 
 
 def is_missing_name(name: str) -> bool:
-    """Returns whether a text is what people and programs write for a name that is not there."""
+    """Returns whether a text is a usual way to write that a name is missing."""
     return name == "-" or math.isnan(parse_number(name))
 
 
 def check_is_no_pipe(path: str) -> None:
-    """Raises `DataError` for a pipe or a device, at whose second reading one would wait forever."""
+    """Raises `DataError` for a pipe or a device: reading it a second time would wait forever."""
     file = Path(path)
     if file.is_fifo() or file.is_char_device():
         raise DataError(f"{path} is a pipe, which cannot be read twice: write it to a file")
 
 
 def unreadable(path: str, error: Exception) -> DataError:
-    """Returns the error for a file that cannot be read, which says where a missing one was."""
+    """Returns the error for an unreadable file; for a missing one, with the working directory."""
     text = f"cannot read {path}: {reason_of(error)}"
     if isinstance(error, FileNotFoundError) and not os.path.isabs(path):
         text += f" (paths are relative to the working directory, {os.getcwd()})"
@@ -206,7 +210,7 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 @contextlib.contextmanager
 def open_table(path: str) -> Iterator[TextIO]:
-    """Opens a table of UTF-8 text, maybe gzipped; raises `DataError` if it cannot be read."""
+    """Opens a table of UTF-8 text, which may be gzipped; raises `DataError` if it is unreadable."""
     check_is_no_pipe(path)
     try:
         with open(path, "rb") as file:
@@ -230,10 +234,10 @@ def read_header(
     roles: Sequence[str] = (),
     kept: Container[str] = (),
 ) -> list[str]:
-    """Returns the names of a table's columns, which must begin with `first`; raises `DataError`.
+    """Returns the column names of a table; they must begin with `first`. Raises `DataError`.
 
-    A name of `first` or `roles` in another case is changed to that name, unless it is `kept`, and
-    `notes` get a sentence.
+    A name that differs from one of `first` or `roles` only in case is replaced by it, unless it is
+    in `kept`. This adds a warning to `notes`. `ALIASES` of the first column are replaced, too.
     """
     with open_table(path) as file:
         _, cells = next(numbered_rows(path, file), (1, []))
@@ -266,8 +270,8 @@ def read_rows(
 ) -> Iterator[Rows]:
     """Yields the rows of a table, about `CHUNK` cells at once; raises `DataError`.
 
-    A blank line is skipped or, without `skip_blank`, a row of empty cells. With `has_bar`, a bar
-    counts the bytes of the file on the disk.
+    A blank line is skipped; without `skip_blank`, it is a row of empty cells. With `has_bar`, a
+    progress bar counts the bytes of the file.
     """
     is_empty = True
     title = f"reading {Path(path).name}"
@@ -278,7 +282,8 @@ def read_rows(
         rows = whole_rows(path, file, header, skip_blank)
         while True:
             lines = []
-            cells = []  # of all rows: a list for each would keep the garbage collector busy
+            # One list for all rows: with one list per row, the garbage collector would be busy.
+            cells = []
             for line, row in islice(rows, max(1, CHUNK // len(header))):
                 lines.append(line)
                 cells += row
@@ -308,7 +313,7 @@ def numbered_rows(path: str, file: TextIO) -> Iterator[tuple[int, list[str]]]:
 def whole_rows(
     path: str, file: TextIO, header: list[str], skip_blank: bool
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yields line and cells, as many as the header has, of each row; raises `DataError`."""
+    """Yields each row's line number, and as many cells as in the header; raises `DataError`."""
     for line, row in islice(numbered_rows(path, file), 1, None):
         starts_empty = not row or not row[0]
         if skip_blank and starts_empty and not "".join(row).strip():

@@ -1,4 +1,4 @@
-"""The order in which ranks see the rows of any dataset, and the loader of their batches."""
+"""The order in which ranks read the rows of a dataset, and the loader of their batches."""
 
 import math
 import os
@@ -16,17 +16,17 @@ from ddp_ends import StopRequest
 
 
 class StepSampler(DistributedSampler):
-    """Batch sampler that yields this rank's rows of each micro-batch, as a list.
+    """Batch sampler that yields this rank's row numbers of each micro-batch, as a list.
 
-    Each epoch has one permutation, from (seed, epoch). A step takes the same `batch_size` rows for
-    any world size; the last step of an epoch takes what is left. Row counts that do not divide
-    evenly are padded with -1.
+    Each epoch has one permutation of the rows, which depends on (seed, epoch). A step has the same
+    `batch_size` rows for any world size. The last step of an epoch has the remaining rows. Rows
+    that do not divide evenly are padded with -1.
     """
 
     def __init__(
         self, rows: Tensor, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int
     ):
-        self.rows = rows.int()  # there may be ten million
+        self.rows = rows.int()  # int32, because there may be ten million rows
         super().__init__(self.rows, num_replicas=world_size, rank=rank, seed=seed)
         self.batch_size = batch_size
         self.accumulate = accumulate
@@ -34,7 +34,7 @@ class StepSampler(DistributedSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Sets the epoch to iterate next; `first_step` skips steps that a resumed one has done."""
+        """Sets the next epoch, and the number of its steps to skip in a resumed run."""
         super().set_epoch(epoch)
         self.first_step = first_step
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -64,7 +64,7 @@ def make_loader(
     workers: int,
     device: torch.device,
 ) -> DataLoader:
-    """Returns a loader of batches, on the CPU, of these row numbers; the dataset collates."""
+    """Returns a loader of the batches with these row numbers, on the CPU; the dataset collates."""
     pin = device.type == "cuda"
     return DataLoader(
         dataset,
@@ -74,21 +74,23 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker,
-        multiprocessing_context="spawn" if pin and workers else None,  # NCCL survives no fork
+        # NCCL does not survive a fork.
+        multiprocessing_context="spawn" if pin and workers else None,
     )
 
 
 def _start_worker(worker_id: int) -> None:
-    # Each tensor of a batch would take a file descriptor, of which 1,024 may be allowed.
+    # Otherwise, each tensor of a batch would need a file descriptor, and their number is limited,
+    # often to 1,024.
     torch.multiprocessing.set_sharing_strategy("file_system")
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
-    # torchrun signals workers, too, but their rank stops them.
+    # torchrun also sends signals to workers, but only their rank should react, and stops them.
     for number in StopRequest.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_worker(error: Exception, batch: Any) -> None:
-    # Or the rank would wait for a batch that cannot be sent.
+    # Otherwise, the rank would wait forever for a batch that cannot be sent.
     print(
         f"error: a DataLoader worker cannot send a batch, is /dev/shm full? {error}",
         file=sys.stderr,

@@ -1,7 +1,7 @@
-"""Hints: sentences for the log on what may be wrong with tables, and names that are refused.
+"""Warnings for the log about possible mistakes in tables, and names that are rejected.
 
-`notes_on` is called once, at the end of reading; `notes_on_training` at each start. A name that an
-edge has is a node. Others may be misspelt nodes, or controls.
+`notes_on` is called once, after reading, and `notes_on_training` at each start. A name that has an
+edge is a node. Other names may be misspelt nodes, or controls.
 
 Shapes: N nodes, n rows of T targets.
 """
@@ -22,18 +22,18 @@ from losses import are_binary
 from metrics import effective_share, weighted_mean
 from parts import is_here
 
-OUTLYING = 0.25  # share of the variance, from which on a row is noted
-FAR = 5  # ranges of all other values, beyond which a value of several rows may be a code
-HUGE = 30  # times the largest other value in size, from which on it may be one
-NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of values that are codes if they are less far
-FEWEST_SCORES = 50  # of a column; one of fewer may well have such a share
-FEW_TARGETS = 20  # up to which each is looked at by itself
-FEW_VALUES = 10  # rows or values, below which nothing is said of them
-PERCENT = 10  # the largest level, from which on levels above 1 alone may be percentages
-FEW_RELATIONS = 20  # up to which their names may be numbers
-FEW = 0.1  # share of the rows, up to which they count by their weights
-SHOWN = 10  # names in a note
-# In the `words_of` a column that is beside scores, but is none.
+OUTLYING = 0.25  # above this share of the variance, there is a warning about a row
+FAR = 5  # a value that is this many ranges away from all others may be a code
+HUGE = 30  # and this many times as large as the largest other value
+NINES = (99.0, 999.0, 9999.0, 99999.0)  # values of these sizes may be codes even if they are closer
+FEWEST_SCORES = 50  # a column with fewer scores is not checked: one score may have a large share
+FEW_TARGETS = 20  # up to this number, each target is checked separately
+FEW_VALUES = 10  # with fewer rows or values than this, there are no warnings about them
+PERCENT = 10  # if all levels are above 1 and the largest is at least this, they may be percentages
+FEW_RELATIONS = 20  # up to this number of relations, their names may be numbers
+FEW = 0.1  # effective share of the rows, below which there is a warning about weights
+SHOWN = 10  # largest number of names in a warning
+# Matches the `words_of` the name of a column that is next to scores, but is probably not a score.
 NO_SCORE = re.compile(
     r"p|batch|plate|well|replicate|rep|level|fold|dose|concentration|temperature|weights"
     r"|(batch|plate|well|replicate) (id|number)|(n|num|number of) .+"
@@ -41,22 +41,22 @@ NO_SCORE = re.compile(
     r"|(.+ )?(standard (error|deviation)|variance)( .+)?"
 )
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
-# What spreadsheets, and pandas after them, make of MARCH1.
+# Matches what spreadsheets, and then pandas, make of MARCH1.
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
-# Also in MAR1, MARC1, MARCH1, SEPT1 and their newer names MARCHF1 and SEPTIN1.
+# Also matches MAR1, MARC1, MARCH1, SEPT1 and their newer names MARCHF1 and SEPTIN1.
 MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:C|CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
-SIGNS = r"[\W_]+"  # between the words of a name
+SIGNS = r"[\W_]+"  # characters between the words of a name
 CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
-JOINTS = set("+;|:/&_ ")  # what people write between names in place of a comma
+JOINTS = set("+;|:/&_ ")  # characters that users write between names instead of a comma
 
 
 def notes_on(
     tables: Any, files: Sequence[str], described: Mapping, row: Tensor, are_chosen: bool
 ) -> Iterator[str]:
-    """Yields the sentences on `Tables` of files: of edges, of knock-outs and "" or of features.
+    """Yields warnings about the `Tables` of files: edges, knock-outs, and features or "".
 
-    `described` is what the file of features has of each name, [F]. `row`, long [total], is that of
-    each name in `genes`. `are_chosen` says whether data.scores names the scores.
+    `described` maps each name in the file of features to its values, [F]. `row`, long [total], is
+    the row of each name in `genes`. `are_chosen` says whether data.scores lists the scores.
     """
     edges, perturbations, features = files
     connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
@@ -72,7 +72,7 @@ def notes_on(
 
 
 def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
-    """Yields sentences on `Tables` with a split, and on what suits them in a `Config`."""
+    """Yields warnings about `Tables` with a split, and suggests options of a `Config`."""
     are_nodes = set(tables.targets) <= set(tables.genes)
     if are_nodes and config.model.readout != "nodes" and is_here("model_nodes"):
         yield "all scores are named after nodes: consider model.readout=nodes"
@@ -84,7 +84,7 @@ def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
             "because their weights are very unequal, the training rows count as much as "
             f"{share:.1%} of them would with equal weights"
         )
-    is_perturbed = tables.perturbed_ptr.diff() > 0  # intact controls belong in each split
+    is_perturbed = tables.perturbed_ptr.diff() > 0  # intact controls should be in every split
     has_nodes = is_like_training(tables, with_levels=False) & is_perturbed
     has_levels = is_like_training(tables, with_levels=True)
     same = "have the same nodes and levels as training rows: check the column split"
@@ -97,13 +97,13 @@ def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
 
 
 def is_like_training(tables: Any, with_levels: bool) -> Tensor:
-    """Returns whether a training row has the nodes of each row, and their levels, bool [n]."""
+    """Returns whether a training row has the same nodes (and levels) as each row, bool [n]."""
     set_code = tables.set_code(tables.node_code(with_levels))
     return torch.isin(set_code, set_code[tables.is_in("train")])
 
 
 def note_on_shared(tables: Any, is_shared: Tensor, problem: str) -> Iterator[str]:
-    """Yields a note if rows, of bool [n], are in test or validation."""
+    """Yields a warning if some of the shared rows, bool [n], are in test or validation."""
     num_test = (is_shared & tables.is_in("test")).sum()
     num_val = (is_shared & tables.is_in("val")).sum()
     if num_test + num_val > 0:
@@ -111,7 +111,7 @@ def note_on_shared(tables: Any, is_shared: Tensor, problem: str) -> Iterator[str
 
 
 def details(tables: Any) -> str:
-    """Returns a text on rows, columns, scores, nodes and features, for the log."""
+    """Returns a text about rows, columns, scores, nodes and features, for the log."""
     count = torch.bincount(tables.perturbed_ptr.diff())
     rows = [f"{count[size]:,} of {size}" for size in count.nonzero().flatten().tolist()]
     present = (~tables.y.isnan()).sum(dim=0).tolist()
@@ -121,7 +121,7 @@ def details(tables: Any) -> str:
     num_sets = int(tables.set_number().max()) + 1
     perturbed = tables.perturbed.unique()
     num_unseen = (~tables.is_seen().any(dim=1)[perturbed]).sum()
-    num_isolated = (~np.isin(perturbed, tables.edge_index)).sum()  # ten times faster than torch
+    num_isolated = (~np.isin(perturbed, tables.edge_index)).sum()  # ten times as fast as torch
     texts = [
         f"rows by number of knock-outs: {', '.join(rows)}; {num_sets:,} distinct sets",
         f"{(tables.split < 0).sum():,} rows in no split",
@@ -132,23 +132,24 @@ def details(tables: Any) -> str:
     if tables.left_out:
         texts.append(f"unused columns: {', '.join(tables.left_out)}")
     if tables.feature_names:
-        is_bare = (tables.features == 0).all(dim=1)  # standardised, and 0 where missing
+        is_bare = (tables.features == 0).all(dim=1)  # features are standardised, and 0 if missing
         num_features = tables.features.size(1)
         texts.append(f"{num_features:,} node features; {is_bare.sum():,} nodes have none")
     return "; ".join(texts)
 
 
-# ---- Samples ------------------------------------------------------------------------------------
+# ---- Samples -------------------------------------------------------------------------------------
 def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
-    """Yields notes on scores of so much variance that they would make most of the loss.
+    """Yields warnings about scores with such a share of the variance that they dominate the loss.
 
-    Of more than `FEW_TARGETS` columns, it notes rows that do so on average.
+    With more than `FEW_TARGETS` columns, it warns about rows that do so on average.
     """
     weight = tables.score_weight(slice(None))
-    mean = weighted_mean(tables.y.nan_to_num(), weight)  # without a median, which takes seconds
+    # Not `mean_and_std`, whose median takes seconds.
+    mean = weighted_mean(tables.y.nan_to_num(), weight)
     squares = weight * (tables.y - mean).nan_to_num().square()
     shares = (squares / squares.sum(dim=0)).nan_to_num()
-    # Of fewer scores, or of 0 and 1, any may have such a share.
+    # If there are few scores, or only scores of 0 and 1, any of them may have such a share.
     is_missing = tables.y.isnan()
     is_binary = ((tables.y == 0) | (tables.y == 1) | is_missing).all(dim=0)
     shares[:, is_binary | ((~is_missing).sum(dim=0) < FEWEST_SCORES)] = 0
@@ -157,7 +158,7 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
         names = [f"all {len(names):,} scores"]
         shares = shares.mean(dim=1, keepdim=True)
     for row, k in (shares > OUTLYING).nonzero().tolist():
-        # A reader of one's own may give no lines.
+        # A custom reader may not set the lines.
         place = f": row {row}" if tables.line is None else f":{tables.line[row]}"
         yield (
             f"{path}{place}: this row accounts for {shares[row, k]:.0%} of the variance of "
@@ -166,7 +167,7 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
 
 
 def notes_on_codes(path: str, names: Sequence[str], columns: Tensor) -> Iterator[str]:
-    """Yields notes on `codes`, such as -999 for a missing value, in named columns [n, F]."""
+    """Yields warnings about `codes` in columns [n, F], such as -999 for a missing value."""
     if len(names) > FEW_TARGETS:
         return
     for name, values in zip(names, columns.unbind(1), strict=True):
@@ -181,8 +182,8 @@ def notes_on_codes(path: str, names: Sequence[str], columns: Tensor) -> Iterator
 def codes(values: Tensor) -> Tensor:
     """Returns the smallest and the largest of a column's values [n] if these may be codes.
 
-    A code stands in several rows, far from all other values and large beside them: zeros of dead
-    strains are none. One that is written in nines may be less far.
+    A code occurs in several rows, and is far from all other values and large compared to them;
+    zeros of dead strains are not codes. A code that consists of nines may be closer.
     """
     present = values[~values.isnan()]
     if len(present) < FEW_VALUES:
@@ -200,7 +201,7 @@ def codes(values: Tensor) -> Tensor:
 
 
 def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note on columns, of several, that are no scores by their names."""
+    """Yields a warning about columns whose names suggest that they are not scores."""
     others = [name for name in tables.targets if NO_SCORE.fullmatch(words_of(name))]
     others = [name for name in others if name not in tables.genes]
     if others and len(tables.targets) > 1:
@@ -211,7 +212,7 @@ def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
 
 
 def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
-    """Yields notes on levels, and on intact rows; `row`, long [total], is that of each name."""
+    """Yields warnings about levels and intact rows; `row`, long [total], is that of each name."""
     num_nodes = tables.perturbed_ptr.diff()
     is_named = torch.bincount(row, minlength=len(num_nodes)) > 0
     half = deviation(tables.y[num_nodes > 0]).nan_to_num() / 2
@@ -245,12 +246,12 @@ def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
 
 
 def deviation(values: Tensor) -> Tensor:
-    """Returns the standard deviation of values [n, T], nan without any, [T]."""
+    """Returns the standard deviation of values [n, T], nan if there are none, [T]."""
     return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
 
 
 def notes_on_relations(tables: Any, path: str) -> Iterator[str]:
-    """Yields a note on relations that are numbers, as scores of edges in their place are."""
+    """Yields a warning if relations are numbers, such as scores of edges in the wrong column."""
     numbers = [name for name in tables.relations if abs(parse_number(name)) < float("inf")]
     if len(numbers) > FEW_RELATIONS:
         yield (
@@ -260,9 +261,9 @@ def notes_on_relations(tables: Any, path: str) -> Iterator[str]:
 
 
 def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yields notes on the features of nodes, and on names in their table that are no nodes.
+    """Yields warnings about the features of nodes, and about names that are not nodes.
 
-    `described` has the values of each name, [F], as they stand there.
+    `described` has the values of each name in the file, [F].
     """
     nodes = set(tables.genes)
     unknown = [name for name in described if name not in nodes]
@@ -277,9 +278,10 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
 
 # ---- Names ---------------------------------------------------------------------------------------
 def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields a note on knocked-out nodes that are not `connected` by an edge, if one is needed.
+    """Yields a warning about knocked-out nodes that are not `connected` by an edge, if necessary.
 
-    None is if no name has one of the `meanings`, and they are less than half of all names.
+    It is not necessary if none of the names has one of the `meanings`, and they are less than half
+    of all names.
     """
     known = set(connected)
     perturbed = [tables.genes[node] for node in tables.perturbed.unique().tolist()]
@@ -294,21 +296,22 @@ def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> It
 def text_on_names(
     count: str, are_most: bool, unknown: Sequence[str], meaning_of: Mapping[str, str]
 ) -> str:
-    """Returns a text on unknown names and their number, in capitals if these are most."""
+    """Returns a text about unknown names and their number, in capitals if they are the majority."""
     text = f"{count.upper() if are_most else count}: {some_names(unknown, meaning_of)}"
     return text if meaning_of else f"{text}: check that all tables use the same names"
 
 
 def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
-    """Returns up to ten of the names as a text, those that have a meaning first, with it."""
+    """Returns up to ten of the names as a text; names with a meaning come first, followed by it."""
     shown = [f"{name} ({meaning_of[name]}?)" for name in names if name in meaning_of]
     shown += [name for name in names if name not in meaning_of]
     return f"{', '.join(shown[:SHOWN]):.500}"
 
 
 def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
-    """Returns the probable meaning of names that are no nodes: a node, or a spreadsheet's date."""
-    node_of = {without_signs(node): node for node in reversed(nodes)}  # the first of a spelling
+    """Returns the probable meaning of names that are not nodes: a node, or a spreadsheet's date."""
+    # Of several nodes with the same spelling, the first.
+    node_of = {without_signs(node): node for node in reversed(nodes)}
     node_of.pop("", None)
     nodes_of_month = defaultdict(list)
     for node in nodes:
@@ -323,7 +326,7 @@ def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
         dated = nodes_of_month[month] if month else []
         if joined or same:
             meaning_of[name] = ",".join(joined) or same
-        elif any(map(DATE.fullmatch, [name, *dated])):  # of the two, one is what a spreadsheet made
+        elif any(map(DATE.fullmatch, [name, *dated])):  # one of the two was made by a spreadsheet
             meaning_of[name] = " or ".join(dated) or "a spreadsheet's date"
         elif name.isdigit() and len(name) < 3 and not have_number:
             meaning_of[name] = "part of a name with a comma"
@@ -331,9 +334,9 @@ def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
 
 
 def nodes_joined(name: str, nodes: Container[str]) -> tuple[str, list[str]]:
-    """Returns the nodes that one sign, or several, join to a name, and the sign; [] for none.
+    """Returns the characters between the nodes in a name, and these nodes; [] if it is not a list.
 
-    Controls among them are left out. A number such as 7.0, which pandas writes, joins none.
+    Controls among them are left out. A number such as 7.0, which pandas writes, is not a list.
     """
     for joint in (" x ", *re.findall(SIGNS, name)):
         texts = [text.strip() for text in name.split(joint) if text.strip()]
@@ -344,14 +347,14 @@ def nodes_joined(name: str, nodes: Container[str]) -> tuple[str, list[str]]:
 
 
 def without_signs(name: str) -> str:
-    """Returns letters and digits of a name, in lower case, with a blank where signs part digits."""
+    """Returns a name's letters and digits in lower case, with a blank where signs part digits."""
     plain = unicodedata.normalize("NFKC", name).casefold()
     pieces = re.split(rf"(?<=\d){SIGNS}(?=\d)", plain)
     return " ".join(re.sub(SIGNS, "", piece) for piece in pieces)
 
 
 def words_of(name: str) -> str:
-    """Returns the words of a name in lower case, with blanks between them: pValue is p value."""
+    """Returns the words of a name in lower case, separated by blanks: pValue becomes p value."""
     parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return re.sub(SIGNS, " ", parted).strip().lower()
 
@@ -362,13 +365,13 @@ def month_of(name: str) -> str:
     return f"{match[2] or match[3]} {match[1] or match[4]}".upper() if match else ""
 
 
-# ---- Names that are refused ----------------------------------------------------------------------
+# ---- Names that are rejected ---------------------------------------------------------------------
 def check_names(
     rows: Rows, row: Tensor, name: Tensor, names: Sequence[str], nodes: Container[str]
 ) -> None:
-    """Raises `DataError` for the first name that is no node and `misread`.
+    """Raises `DataError` for the first name that is not a node and is `misread`.
 
-    `row` and `name`, long [total], are the row of each perturbed node and its name's number.
+    `row` and `name`, long [total], are the row of each perturbed node and the number of its name.
     """
     unknown = [number for number, text in enumerate(names) if text not in nodes]
     first_row = scatter(row, name, dim_size=len(names), reduce="min") if unknown else row
@@ -383,7 +386,7 @@ def check_names(
 
 
 def misread(name: str, nodes: Container[str]) -> str:
-    """Returns what is wrong with a name that is no node; "" if it may be one without edges."""
+    """Returns the problem with a name that is not a node; "" if it may be a node without edges."""
     a_node = "if it is a node, give it an edge, such as a self-loop"
     joint, joined = nodes_joined(name, nodes)
     if is_missing_name(name):
@@ -396,7 +399,7 @@ def misread(name: str, nodes: Container[str]) -> str:
 
 
 def is_control(name: str) -> bool:
-    """Returns whether a name is one of those that people write for an intact sample."""
+    """Returns whether a name is one that users write for an intact sample."""
     unnumbered = re.sub(r"[_\s]+\d+$", "", name)
     letters = re.sub(r"[\W_]+", "", unnumbered)
     return CONTROL.fullmatch(letters.lower()) is not None

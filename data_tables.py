@@ -1,7 +1,7 @@
-"""Files to `Tables`: the graph, and the samples measured on it.
+"""From files to `Tables`: the graph, and the samples measured on it.
 
-`read_edges`, `read_knockouts` and `read_features` read the three tables, which docs/tables.md
-describes. All may be gzipped (`.gz`), and any cell in quotes.
+`read_edges`, `read_knockouts` and `read_features` read the three tables, whose format
+docs/tables.md describes. All files may be gzipped (`.gz`), and any cell may be quoted.
 
 Shapes: N nodes of F features, E edges, n samples of T targets.
 """
@@ -25,10 +25,10 @@ from errors import DataError
 from metrics import standardise
 from parts import optional
 
-MIXING = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
-# Fields that the fingerprint leaves out: descriptions of the files, and the source of `weight`.
+MIXING = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
+# The fingerprint leaves out these fields: descriptions of the files, and the source of `weight`.
 OF_FILES = ("left_out", "notes", "line", "feature_names", "sd")
-# Fields of the graph and of what is predicted on it: all that graph.pt has for predictions.
+# Fields of the graph, and the names of the scores: all that graph.pt needs for predictions.
 OF_GRAPH = (
     "genes",
     "relations",
@@ -47,23 +47,27 @@ class Tables:
 
     genes: list[str]  # name of each node
     relations: list[str]  # name of each relation
-    edge_index: Tensor  # long [2, E], the edges of one relation after another
+    edge_index: Tensor  # long [2, E], sorted by relation
     edge_type: Tensor  # long [E], index into `relations`
     perturbed: Tensor  # long [total], the perturbed nodes of all samples, concatenated
-    perturbed_ptr: Tensor  # long [n + 1]; sample i has, each once, those from ptr[i] to ptr[i + 1]
-    y: Tensor  # float64 [n, T], or [n], the scores, nan where one is missing
-    split: Tensor | None = None  # int8 [n], index into `SPLITS`, -1 for rows in none
-    weight: Tensor | None = None  # float64 [n], of each sample in the loss
-    sd: Tensor | None = None  # float64 [n], of each sample's scores, whose weight is then 1 / sd**2
-    targets: Sequence[str] = ("score",)  # name of each column of scores
-    left_out: Sequence[str] = ()  # columns of the samples' table that are not read
-    notes: Sequence[str] = ()  # sentences for the log on how the files were read
-    line: Tensor | None = None  # int [n], of each sample in its file; None: it is not known
+    # long [n + 1]; sample i has those from ptr[i] to ptr[i + 1], without duplicates
+    perturbed_ptr: Tensor
+    y: Tensor  # float64 [n, T], or [n]; the scores, nan if missing
+    split: Tensor | None = None  # int8 [n], index of `SPLITS`, -1 for rows in no split
+    weight: Tensor | None = None  # float64 [n], weight of each sample in the loss
+    # float64 [n], standard deviation of each sample's scores; its weight is then 1 / sd**2
+    sd: Tensor | None = None
+    targets: Sequence[str] = ("score",)  # name of each score
+    left_out: Sequence[str] = ()  # columns of the table of knock-outs that are not read
+    notes: Sequence[str] = ()  # warnings for the log about the files
+    line: Tensor | None = None  # int [n], line of each sample in its file; None: unknown
     edge_weight: Tensor | None = None  # float64 [E]; None: all are 1
-    features: Tensor | None = None  # float32 [N, F], of the nodes; None: they have none
-    feature_names: Sequence[str] = ()  # name of each of these
-    level: Tensor | None = None  # float64 [total], of each of `perturbed`; None: all are 0, deleted
-    columns: dict[str, Tensor] = field(default_factory=dict)  # further ones of rows, [n, ...] each
+    features: Tensor | None = None  # float32 [N, F], features of the nodes; None: no features
+    feature_names: Sequence[str] = ()  # name of each feature
+    # float64 [total], level of each of `perturbed`; None: all are deleted (0)
+    level: Tensor | None = None
+    # Further columns of the samples, [n, ...] each.
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.y.dim() == 1:
@@ -94,11 +98,11 @@ class Tables:
         return self.split == SPLITS.index(split)
 
     def rows(self, split: str) -> Tensor:
-        """Returns the row numbers of one split, in ascending order."""
+        """Returns the row numbers of one split in ascending order, long [rows]."""
         return self.is_in(split).nonzero().flatten()
 
     def sample(self) -> Tensor:
-        """Returns the sample of each perturbed node, its row number, long [total]."""
+        """Returns the row number of each perturbed node, long [total]."""
         return torch.repeat_interleave(self.perturbed_ptr.diff())
 
     def score_weight(self, rows: Tensor | slice) -> Tensor:
@@ -115,25 +119,26 @@ class Tables:
             yield name if level == 0 else f"{name}={level:.15g}"
 
     def set_number(self, with_levels: bool = True) -> Tensor:
-        """Returns the number of each row's set of nodes, and levels, in their order, long [n]."""
+        """Returns the number of each row's set of nodes and levels, by first row, long [n]."""
         return number_in_order(self.set_code(self.node_code(with_levels)))
 
     def node_code(self, with_levels: bool = True) -> Tensor:
-        """Returns a 64-bit code of each perturbed node, and its level, long [total]."""
+        """Returns a 64-bit code of each perturbed node and its level, long [total]."""
         codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(self.genes))
         codes = torch.from_numpy(codes)[self.perturbed]
         if not with_levels:
             return codes
-        # Odd numbers stand for the levels, 1 for 0.
+        # An odd number represents a level; it is 1 for level 0.
         mixed = self.level.view(torch.int64)
-        for _ in range(2):  # as the bits of 0.5 or 2 are nearly all 0
+        for _ in range(2):  # twice, because nearly all bits of 0.5 or 2 are 0
             mixed = (mixed ^ (mixed >> 32)) * MIXING
         return codes * (1 + 2 * mixed)
 
     def set_code(self, node_code: Tensor) -> Tensor:
         """Returns the sum of the codes of each row's nodes, long [n].
 
-        Equal sets have equal sums, others with a probability of about n * n / 2**57.
+        Equal sets have equal sums. Any two different sets among the rows have equal sums with a
+        probability of about n * n / 2**57.
         """
         return scatter(node_code, self.sample(), dim_size=len(self.y))
 
@@ -144,13 +149,13 @@ class Tables:
         return count > 0
 
     def unseen(self, split: str) -> Tensor:
-        """Returns the number of nodes in each row of a split that are not seen, int [rows, T]."""
+        """Returns the number of unseen nodes in each row of a split, int [rows, T]."""
         is_unseen = ~self.is_seen()[self.perturbed]
         num_unseen = scatter(is_unseen.int(), self.sample(), dim_size=len(self.y))
         return num_unseen[self.is_in(split)]
 
     def unseen_share(self, split: str) -> float:
-        """Returns the share of the perturbed nodes that are unseen, over all scores of a split."""
+        """Returns the share of a split's perturbed nodes that are unseen, over all scores."""
         rows = self.rows(split)
         present = ~self.y[rows].isnan()
         count = self.perturbed_ptr.diff()[rows].unsqueeze(1)
@@ -159,7 +164,10 @@ class Tables:
         return share.item()
 
     def fingerprint(self, names: Sequence[str] = ()) -> str:
-        """Returns a hash of the named fields, or of all, yours too, except `OF_FILES`."""
+        """Returns a hash of the named fields, or of all fields except `OF_FILES`.
+
+        All fields include those that you have added.
+        """
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
@@ -173,14 +181,15 @@ class Tables:
         return digest.hexdigest()
 
 
-# ---- Files --------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 def cached(
     cache_dir: str, kind: str, function: Callable, key: str, build: Callable[[], Any]
 ) -> Any:
-    """Returns the value of `build`, which is kept in a file of the folder, if one is named.
+    """Returns the value of `build`, which is stored in a file of the folder, if there is one.
 
-    The file is that of `key`, a text of all that the value depends on but for code, and of the code
-    of the module of `function`. Without the part that reads it, the value is built each time.
+    The file depends on `key`, a text with everything except code that the value depends on, and on
+    the code of the module of `function`. Without the optional part cache, the value is built each
+    time.
     """
     data_cache = optional("data_cache") if cache_dir else None
     if data_cache is None:
@@ -191,23 +200,28 @@ def cached(
 def read_tables(
     edges: str, perturbations: str, features: str, scores: Sequence[str], undirected: bool
 ) -> Tables:
-    """Returns files as `Tables`, nodes by name, equal edges merged by mean; raises `DataError`."""
+    """Returns the tables in some files; raises `DataError`.
+
+    Nodes are sorted by name, and duplicate edges are merged to their mean weight.
+    """
     node_number = {}
     notes = []
     relations, edge_index, edge_type, edge_weight = read_edges(edges, node_number, notes)
     columns = read_knockouts(perturbations, node_number, notes, scores)
     genes = sorted(node_number)
-    position = number_names(genes, node_number).argsort()  # by number: the name's place in `genes`
+    # Index in `genes` of the name with each number.
+    position = number_names(genes, node_number).argsort()
     perturbed = position[columns.pop("node")]
     row = columns.pop("row")
     level = columns.pop("level")
     samples = pack(row, perturbed, level, len(columns["y"]))
-    # Each relation has its own range of node numbers, so that all are merged at once.
+    # Each relation has its own range of node numbers, so that the edges of all relations are merged
+    # at once.
     merge = to_undirected if undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
     edge_index, edge_weight = merge(edge_index, edge_weight, reduce="mean")
     node_features = {}
-    described = {}  # what the table of features has of each name, [F]
+    described = {}  # {name: its row of the table of features, [F]}
     if features:
         node_features, described = read_features(features, genes, notes)
     tables = Tables(
@@ -229,13 +243,13 @@ def read_tables(
 
 
 def number_in_order(values: Tensor) -> Tensor:
-    """Numbers the values [n] from 0 in the order of their first rows, equal ones alike, [n]."""
+    """Numbers the distinct values among [n] from 0, in the order of their first rows, [n]."""
     _, group = values.unique(return_inverse=True)
     row = torch.arange(len(values))
     first_row = scatter(row, group, reduce="min")
     is_first = torch.zeros(len(values), dtype=torch.bool)
     is_first[first_row] = True
-    number = is_first.cumsum(0) - 1  # of the value that has its first row there
+    number = is_first.cumsum(0) - 1  # the number of the value whose first row this is
     return number[first_row[group]]
 
 
@@ -244,8 +258,7 @@ def read_edges(
 ) -> tuple[list[str], Tensor, Tensor, Tensor]:
     """Returns relations, edge_index, edge_type and edge_weight of `Tables`.
 
-    Nodes that `node_number` lacks are added to it, and sentences for the log to `notes`. Raises
-    `DataError`.
+    Adds new nodes to `node_number`, and warnings for the log to `notes`. Raises `DataError`.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
     others = [name for name in header if name not in ("source", "target", "relation", "weight")]
@@ -274,11 +287,11 @@ def read_edges(
 def read_knockouts(
     path: str, node_number: dict[str, int], notes: list[str], scores: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns the fields of `Tables` that a table of knock-outs has; raises `DataError`.
+    """Returns the fields of `Tables` that the table of knock-outs has; raises `DataError`.
 
-    In place of `perturbed` and `perturbed_ptr`, it has the `row`, `node` and `level` of each
-    perturbed node, [total]. Nodes that `node_number` lacks are added to it, and sentences for the
-    log to `notes`. If `scores` is empty, every column without another meaning is a score.
+    Instead of `perturbed` and `perturbed_ptr`, it returns the `row`, `node` and `level` of each
+    perturbed node, [total]. Adds new nodes to `node_number`, and warnings for the log to `notes`.
+    If `scores` is empty, every column without a different meaning is a score.
     """
     chosen = list(map(str, scores))  # 1 is the name "1"
     header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
@@ -317,7 +330,7 @@ def read_knockouts(
 
 
 def checked_sets(rows: Rows, nodes: Container[str]) -> tuple[Tensor, Tensor, list[str], Tensor]:
-    """Returns `Rows.sets`, in which the part notes refuses names that are no nodes."""
+    """Returns `Rows.sets`; the optional part notes rejects names that are not nodes."""
     row, name, names, level = rows.sets()
     data_notes = optional("data_notes")
     if data_notes:
@@ -328,16 +341,16 @@ def checked_sets(rows: Rows, nodes: Container[str]) -> tuple[Tensor, Tensor, lis
 def read_features(
     path: str, genes: list[str], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the fields `features` and `feature_names` of `Tables`, and each name's values [F].
+    """Returns the fields `features` and `feature_names` of `Tables`, and {name: values [F]}.
 
-    Features are standardised, and 0 where missing. Sentences for the log are added to `notes`.
-    Raises `DataError`.
+    Features are standardised, and 0 if missing. The values are those of the file. Warnings for the
+    log are added to `notes`. Raises `DataError`.
     """
     header = read_header(path, notes, ("gene",))
     _, *names = header
     if not names:
         raise DataError(f"{path}:1: the header has no feature columns after gene")
-    row_of = {}  # by name
+    row_of = {}  # {name: row in the file}
     chunks = []
     for rows in read_rows(path, header, has_bar=True):
         for row, name in enumerate(rows.names("gene")):
@@ -355,7 +368,7 @@ def read_features(
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
-    """Returns fields of `Tables`, given unsorted perturbed nodes; level 1, intact, is left out."""
+    """Returns fields of `Tables`, given unsorted perturbed nodes; leaves out level 1, intact."""
     num_nodes = int(node.max()) + 1 if len(node) else 0
     order = stable_order(row * num_nodes + node)
     order = order[level[order] != 1]

@@ -1,4 +1,4 @@
-"""The ends of a run: requests to stop it, as signals and STOP files are, and failures."""
+"""How a run ends: stop requests, such as signals and STOP files, and failures."""
 
 import contextlib
 import json
@@ -18,18 +18,19 @@ import torch.distributed as dist
 from errors import UserError
 
 log = logging.getLogger("ddp_ends")
-log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
-PARENT_PID = os.getppid()  # torchrun, if it launched this process
+log.addHandler(logging.NullHandler())  # otherwise, the preflight would print errors twice
+PARENT_PID = os.getppid()  # the pid of torchrun, if it launched this process
 
 
 def log_and_print(text: str) -> None:
+    """Logs an error, and prints it to stderr."""
     log.error(text)
     with contextlib.suppress(OSError):  # stderr may be a closed pipe
         print(text, file=sys.stderr, flush=True)
 
 
 class StopTraining(Exception):
-    """Training ends on request; every rank raises this after the same step."""
+    """Ends training on request. Every rank raises it after the same step."""
 
     def __init__(self, reason: str):
         super().__init__(reason)
@@ -37,17 +38,20 @@ class StopTraining(Exception):
 
 
 class StopRequest:
-    """Notices a request to stop: a signal, a STOP file, or the exit of this process's torchrun."""
+    """Notices a stop request: a signal, a STOP file, or the exit of this process's torchrun."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    SIGNALS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)  # of schedulers, before a limit
+    # Sent by schedulers before a time limit.
+    SIGNALS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
     REASONS = ("", "STOP file", "torchrun exited", *(number.name for number in SIGNALS))
 
     def __init__(self, file: Path):
-        self.files = [file, Path(os.environ.get("STOP_FILE") or file)]  # of launch.sh, for SLURM
-        self.reason = 0  # a position in REASONS
+        # launch.sh sets STOP_FILE under SLURM
+        self.files = [file, Path(os.environ.get("STOP_FILE") or file)]
+        self.reason = 0  # index of REASONS
         self.undo = contextlib.ExitStack()
-        if threading.current_thread() is threading.main_thread():  # no other one can
+        # Only the main thread can handle signals.
+        if threading.current_thread() is threading.main_thread():
             self._take_signals()
 
     def _take_signals(self) -> None:
@@ -58,16 +62,16 @@ class StopRequest:
 
     def _handle(self, number: int, frame: object) -> None:
         reason = self.REASONS.index(signal.Signals(number).name)
-        if number == signal.SIGINT and self.reason == reason:  # the second Ctrl-C
+        if number == signal.SIGINT and self.reason == reason:  # a second Ctrl-C interrupts at once
             raise KeyboardInterrupt
         self.reason = reason
 
     def close(self) -> None:
-        """Gives signals the effects that they had before."""
+        """Restores the previous signal handlers."""
         self.undo.close()
 
     def code(self) -> int:
-        """Returns a position in `REASONS`, 0 for no request."""
+        """Returns an index of `REASONS`, 0 for no request."""
         if not self.reason and dist.is_torchelastic_launched() and os.getppid() != PARENT_PID:
             self.reason = self.REASONS.index("torchrun exited")
         if not self.reason and any(map(os.path.exists, self.files)):
@@ -76,16 +80,19 @@ class StopRequest:
 
 
 class Heartbeat(NamedTuple):
-    """How far a rank has come, as it tells the other ranks."""
+    """The progress of a rank, which it publishes for the other ranks."""
 
     step: int = 0  # steps done
-    changes: int = 0  # of the phase, since the last step
-    phase: str = "start"  # what it is doing
-    entered: int = 0  # phases entered in total, the same one again included
+    changes: int = 0  # changes of the phase since the last step
+    phase: str = "start"  # what the rank is doing
+    entered: int = 0  # number of phases entered, including repetitions
 
 
 def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
-    """Returns the traceback of an error, "" for one that says enough, and the reason as a text."""
+    """Returns the traceback of an error, and its reason as one message.
+
+    The traceback is "" if the reason is sufficient.
+    """
     reason = str(error)
     of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
     allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
@@ -94,7 +101,7 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "", "interrupted"
     if isinstance(error, dist.DistError) or of_gloo:
-        *_, cause = reason.split("Last error:")  # of NCCL, which names it at the end
+        *_, cause = reason.split("Last error:")  # NCCL appends the cause to its message
         detail = " ".join(cause.split())[:99]
         return "", f"rank {rank}: another rank was killed or cannot be reached ({detail})"
     if allocated:
@@ -107,7 +114,7 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
 
 
 def tell_torchrun(text: str) -> None:
-    """Writes why this process has failed where torchrun looks, whose report ends with it."""
+    """Writes the reason of this process's failure to a file that torchrun adds to its report."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -116,10 +123,11 @@ def tell_torchrun(text: str) -> None:
 
 
 def end_process(status: int) -> None:
-    """Ends this process after a failure: a rank without interpreter shutdown, which can hang.
+    """Ends this process with `status` if that is not 0.
 
-    One process alone may be a notebook's kernel, which SystemExit does not end. After success, this
-    returns unless stdout is a closed pipe, of which Python would complain.
+    With several ranks, it skips the interpreter's shutdown, which can hang. A single process only
+    raises SystemExit, because it may be a notebook's kernel, which survives that. After success,
+    this returns, unless stdout is a closed pipe, because Python would print an error at exit.
     """
     try:
         print(end="", flush=True)

@@ -1,16 +1,17 @@
-"""The preflight, which tests machines before a long run, and where several of them meet.
+"""The preflight, which tests machines before a long run, and the rendezvous of several machines.
 
     torchrun --standalone --nproc_per_node=4 ddp_machines.py
 
-tests the ranks' devices, versions, speed and all-reduce.
+tests the devices, versions, speed and all-reduce of the ranks.
 
     python ddp_machines.py MACHINES HOST:PORT TIMEOUT_S
 
-is for launch.sh. It waits for HOST, unless it is this machine, and prints four words: the network
-interface and the address of this machine, and the endpoint and the settings that torchrun is given.
+is for launch.sh. It waits for HOST, unless HOST is this machine, and prints four words: the network
+interface and the address of this machine, and the endpoint and the settings for torchrun.
 
-torchrun and gloo would ask for this machine's host name, which often means 127.0.1.1 or another
-network. The route to HOST says which address and interface reach the others.
+By default, torchrun and gloo use the address of this machine's host name, which is often 127.0.1.1
+or in a different network. The route to HOST has the address and the interface that reach the other
+machines.
 """
 
 import os
@@ -25,7 +26,7 @@ import timeit
 from collections.abc import Callable
 from typing import NoReturn
 
-# As in train.py.
+# See train.py.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 import torch
@@ -37,9 +38,9 @@ from errors import RunError
 
 # ---- The preflight -------------------------------------------------------------------------------
 def preflight(ddp: Distributed) -> None:
-    """Prints the ranks, their speed and that of all-reduces.
+    """Prints the ranks, their speed and the speed of all-reduces.
 
-    Raises `UserError` if versions differ, `RunError` if a sum is wrong.
+    Raises `UserError` if versions differ, and `RunError` if a sum is wrong.
     """
     ranks = describe(ddp)
     report(ddp, "ranks", f"\n{ranks}")
@@ -58,8 +59,9 @@ def report(ddp: Distributed, name: str, finding: str, ok: bool = True) -> None:
 
 
 def compare_speed(ddp: Distributed) -> None:
-    """Reports how long a matrix product takes on each rank; notes a rank that is much slower."""
-    size = 8192 if ddp.device.type == "cuda" else 1024  # an idle GPU raises its clock meanwhile
+    """Reports the time of a matrix product on each rank, as NOTE if a rank is much slower."""
+    # Large enough for an idle GPU to increase its clock.
+    size = 8192 if ddp.device.type == "cuda" else 1024
     matrix = torch.ones(size, size, device=ddp.device)
     times = milliseconds(ddp, lambda: (matrix @ matrix).sum().item())
     slowest = max(times)
@@ -87,23 +89,23 @@ def check_all_reduce(ddp: Distributed) -> None:
 
 
 def milliseconds(ddp: Distributed, function: Callable[[], object]) -> list[float]:
-    """Returns the median time of a call on each rank, after six to warm up."""
+    """Returns the median time of a call on each rank, after six calls to warm up."""
     times = timeit.repeat(function, number=1, repeat=12)[6:]
     return ddp.gather(1e3 * statistics.median(times))
 
 
-# ---- Where machines meet -------------------------------------------------------------------------
+# ---- The rendezvous of several machines ----------------------------------------------------------
 
 
 def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
-    """Returns interface, own address, endpoint and settings; ends the program if there are none."""
+    """Returns interface, own address, endpoint and settings; on an error, ends the program."""
     host, _, port = rdzv.rpartition(":")
     address = resolve(host)
     endpoint = (address, int(port))
     own_address = source_of_route(address)
     settings = [f"join_timeout={timeout_s}", f"last_call_timeout={timeout_s // 20 + 1}"]
     if host == "localhost" or host.startswith("127."):
-        pass  # torchruns elect the host themselves
+        pass  # the torchrun processes choose the host themselves
     elif own_address == address or address.startswith("127."):
         if answers(endpoint):
             end(
@@ -112,7 +114,8 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
             )
         settings.append("is_host=1")
         if address.startswith("127."):
-            own_address = source_of_route("192.0.2.1")  # nobody's: the default route
+            # An unassigned address, so this is the default route.
+            own_address = source_of_route("192.0.2.1")
     else:
         if not wait_for_answer(endpoint, timeout_s):
             end(
@@ -125,30 +128,31 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
 
 
 def end(problem: str) -> NoReturn:
+    """Ends the program with an error."""
     sys.exit(f"error: {problem}")
 
 
 def resolve(host: str) -> str:
-    """Returns the host's address of IP version 4."""
+    """Returns the IPv4 address of a host."""
     try:
         addresses = socket.getaddrinfo(host, None, socket.AF_INET)
-    except (OSError, UnicodeError):  # the latter of a name with a part that is too long
+    except (OSError, UnicodeError):  # UnicodeError if a part of the name is too long
         end(f"RDZV: cannot resolve the host name {host}")
     return addresses[0][4][0]
 
 
 def source_of_route(address: str) -> str:
-    """Returns the address of this machine from which it reaches another one."""
+    """Returns the address of this machine from which it reaches another address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # sends nothing
+            probe.connect((address, 9))  # does not send anything
         except OSError:
             end(f"RDZV: there is no route to {address}")
         return probe.getsockname()[0]
 
 
 def find_interface(address: str) -> str:
-    """Returns the name of this machine's network interface that has an address."""
+    """Returns the name of this machine's network interface with this address."""
     command = ["ip", "-4", "-o", "address", "show", "to", address]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -164,7 +168,7 @@ def find_interface(address: str) -> str:
 
 
 def answers(endpoint: tuple[str, int]) -> bool:
-    """Returns whether a program listens there."""
+    """Returns whether a program listens at the endpoint."""
     try:
         socket.create_connection(endpoint, timeout=5).close()
     except OSError:
@@ -173,7 +177,7 @@ def answers(endpoint: tuple[str, int]) -> bool:
 
 
 def wait_for_answer(endpoint: tuple[str, int], timeout_s: int) -> bool:
-    """Returns whether a program listens there within so many seconds."""
+    """Returns whether a program listens at the endpoint within the given number of seconds."""
     deadline = time.monotonic() + timeout_s
     while not answers(endpoint):
         if time.monotonic() >= deadline:
@@ -195,10 +199,10 @@ def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:
 
 
 def main() -> int:
-    """Runs the preflight or, given arguments, finds the meeting; returns the exit status."""
+    """Runs the preflight or, with arguments, finds the rendezvous; returns the exit status."""
     if len(sys.argv) == 1:
         return run(preflight, DDPConfig(startup_timeout_s=30.0))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the waiting
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait
     nnodes, rdzv, timeout_s = sys.argv[1:]
     check_variables(nnodes, rdzv, timeout_s)
     print(*find_meeting(rdzv, int(timeout_s)))

@@ -1,4 +1,4 @@
-"""The process group, the device of this process, what DDP is given, and how ranks agree.
+"""The process group, the device of this process, DDP's arguments, and agreement between ranks.
 
 `Distributed` has the same interface for one process and for many.
 """
@@ -31,11 +31,11 @@ from errors import UserError, reason_of
 from parts import optional
 
 log = logging.getLogger("ddp_setup")
-log.addHandler(logging.NullHandler())  # or the preflight prints errors twice
+log.addHandler(logging.NullHandler())  # otherwise, the preflight would print errors twice
 
-group_numbers = itertools.count()  # of the process groups that this process joins
+group_numbers = itertools.count()  # numbers the process groups that this process joins
 NO_COLLECTIVE = "a collective within sync_errors would hang if a rank has failed: move it out"
-AGREEMENT_S = 0.5  # seconds from one agreement of the ranks on whether to stop to the next
+AGREEMENT_S = 0.5  # seconds between two agreements of the ranks on whether to stop
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DDPConfig:
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
 class Distributed:
-    """Rank, device and collectives of this process; without torchrun, it is rank 0 of 1."""
+    """Rank, device and collectives of this process. Without torchrun, it is rank 0 of 1."""
 
     def __init__(self, config: DDPConfig):
         self.config = config
@@ -67,20 +67,22 @@ class Distributed:
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
-        self.threads = ""  # of this process, and why so many
-        self.store: dist.Store | None = None  # torchrun's, or one of this process
+        self.threads = ""  # number of threads of this process, and the reason for it
+        self.store: dist.Store | None = None  # torchrun's store, or a store of this process
         self.stop: StopRequest | None = None
-        self.on_failure: Callable[[str], None] | None = None  # called with the reason on exit
-        self.syncs_errors = False  # whether this rank is in a block of `sync_errors`
+        # Called with the reason if the job fails.
+        self.on_failure: Callable[[str], None] | None = None
+        self.syncs_errors = False  # whether this rank is inside a block of `sync_errors`
         self.heartbeat = Heartbeat()
-        self.last_phase = ""  # that was entered
-        self.agreed_at = 0.0  # when ranks last agreed whether to stop
+        self.last_phase = ""  # the phase that was entered last
+        self.agreed_at = 0.0  # time of the last agreement on whether to stop
         self.steps_since = 0
-        self.steps_between = 1  # that and the next time, as they agreed
-        self.limit_s = config.startup_timeout_s  # without progress, which a watchdog ends
-        self.seconds = defaultdict(float)  # time spent in each phase
-        self.command = sys.argv  # the words of the command line
-        self.cleanup = contextlib.ExitStack()  # what `close` closes, the last one first
+        self.steps_between = 1  # steps from the last agreement to the next
+        # Seconds without progress until a watchdog ends the job.
+        self.limit_s = config.startup_timeout_s
+        self.seconds = defaultdict(float)  # seconds spent in each phase
+        self.command = sys.argv
+        self.cleanup = contextlib.ExitStack()  # callbacks of `close`, called in reverse order
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,21 +101,21 @@ class Distributed:
 
     @property
     def device_ids(self) -> list[int] | None:
-        """What `DistributedDataParallel` takes under this name: the GPU of this rank, or None."""
+        """`device_ids` for `DistributedDataParallel`: this rank's GPU, or None on the CPU."""
         return [self.device.index] if self.device.type == "cuda" else None
 
     def prepare_for_ddp(self, model: nn.Module) -> nn.Module:
-        """Returns the model that `DistributedDataParallel` wraps, which must be on its device.
+        """Returns the model to wrap in `DistributedDataParallel`; it must be on its device.
 
-        BatchNorm layers become SyncBatchNorm, if asked for, or `UserError` on the CPU. Constant
-        buffers are not broadcast.
+        With ddp.sync_batchnorm, BatchNorm layers become SyncBatchNorm; on the CPU, this raises
+        `UserError`. Buffers are only broadcast if some of them are running statistics.
         """
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
                 raise UserError("ddp.sync_batchnorm=true needs GPUs: set it to false")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
-        dist.set_debug_level_from_env()  # so that DDP names parameters without a gradient
+        dist.set_debug_level_from_env()  # makes DDP name the parameters without a gradient
         buffers = [name for name, _ in model.named_buffers()]
         has_statistics = any(name.endswith("running_mean") for name in buffers)
         if not has_statistics:
@@ -121,7 +123,7 @@ class Distributed:
         return model
 
     def stop_on_request(self, file: Path) -> None:
-        """Makes signals and the file STOP ends of training, until this is closed."""
+        """Makes signals and the file STOP end training, until this object is closed."""
         self.stop = StopRequest(file)
         self.cleanup.callback(self.stop.close)
 
@@ -129,15 +131,17 @@ class Distributed:
         """Records that `step` steps are done."""
         self.heartbeat = self.heartbeat._replace(step=step, changes=0, phase="other work")
         self.steps_since += 1
-        self.limit_s = self.config.timeout_s  # only the first one loads libraries
+        # Only the first step has the longer limit, because it loads libraries.
+        self.limit_s = self.config.timeout_s
 
     def stop_reason(self, at_once: bool = True) -> str:
-        """Returns the reason why all ranks must stop, "" if they need not.
+        """Returns the reason why all ranks must stop, "" if there is none.
 
-        Ranks agree `at_once` or about every `AGREEMENT_S`; in between, this returns "". Each rank
-        proposes the steps until the next time by its own speed, at most twice the last, as a host
-        ahead of its device takes steps for faster than they are; the smallest counts. It travels on
-        the device's backend: gloo would cost a thousand ranks tens of milliseconds.
+        Ranks communicate only if `at_once` is set, or about every `AGREEMENT_S`; otherwise, this
+        returns "". At each agreement, every rank proposes the number of steps until the next one
+        from its own speed, and the smallest number is used. This number at most doubles, because a
+        host that is ahead of its device overestimates the speed. The agreement uses the backend of
+        the device, because gloo would take tens of milliseconds with a thousand ranks.
         """
         if self.steps_since < self.steps_between and not at_once:
             return ""
@@ -165,7 +169,7 @@ class Distributed:
         return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Returns the picklable `value` of the rank `source` on every rank."""
+        """Returns, on every rank, the `value` of the rank `source`, which must be picklable."""
         assert not self.syncs_errors, NO_COLLECTIVE
         values = [value]
         if self.is_distributed:
@@ -173,7 +177,7 @@ class Distributed:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the picklable `value` of every rank, in their order, on every rank."""
+        """Returns, on every rank, the `value` of every rank in rank order; it must be picklable."""
         assert not self.syncs_errors, NO_COLLECTIVE
         values = [value] * self.world_size
         if self.is_distributed:
@@ -182,10 +186,10 @@ class Distributed:
 
     @contextlib.contextmanager
     def sync_errors(self, phase: str = "set-up") -> Iterator[None]:
-        """If the block raises `UserError` on any rank, every rank raises that of the lowest one.
+        """If the block raises `UserError` on any rank, every rank raises that of the lowest rank.
 
-        An `OSError` that names a file becomes one. The block must hold no collective, nor another
-        such block, or an `AssertionError` ends it.
+        An `OSError` with a file name is converted to a `UserError`. The block must not contain a
+        collective or another such block; otherwise, it raises `AssertionError`.
         """
         problem = None
         is_within = self.syncs_errors
@@ -202,16 +206,18 @@ class Distributed:
         finally:
             self.syncs_errors = is_within
         ranks_left = torch.tensor(self.world_size - self.rank if problem else 0)
-        most = int(self._reduce(ranks_left, dist.ReduceOp.MAX))  # on the CPU: there may be no GPU
+        # On the CPU, because there may be no GPU.
+        most = int(self._reduce(ranks_left, dist.ReduceOp.MAX))
         if most:
             raise self.broadcast(problem, self.world_size - most)
 
     def check_equal(self, values: dict[str, Any]) -> None:
-        """Raises `UserError` on every rank, naming ranks and key, if two have other values of it.
+        """Raises `UserError` on every rank if two ranks have different values of a key.
 
-        Not all need have a key: a rank that reads a cache loads fewer modules.
+        The error names both ranks and the key. A key may be missing on some ranks: a rank that
+        reads the cache loads fewer modules.
         """
-        first = {}  # the first rank that has the key, and its value
+        first = {}  # key: the first rank that has it, and its value
         for rank, others in enumerate(self.gather(values)):
             for name, value in others.items():
                 first_rank, first_value = first.setdefault(name, (rank, value))
@@ -222,16 +228,20 @@ class Distributed:
                     )
 
     def close(self) -> None:
-        """Leaves the process as it was: ends process group, threads, files and handlers.
+        """Leaves the process as it was: ends the process group, threads, files and handlers.
 
-        Several ranks do so only after success: one of them in a collective would hang.
+        With several ranks, it is called only after success: after a failure, another rank could be
+        in a collective, and leaving the group would hang.
         """
-        self.on_failure = None  # it may hold a DDP module, which must not outlive the group
+        self.on_failure = None  # it may refer to a DDP module, which must not outlive the group
         self.cleanup.close()
 
     def record_end_reason(self, reason: str) -> tuple[str, bool]:
-        """Records why the job ends, if no rank has; returns the reason, and whether it is ours."""
-        with contextlib.suppress(dist.DistError):  # torchrun is gone
+        """Records why the job ends, unless another rank already has.
+
+        Returns the recorded reason, and whether it is from this rank.
+        """
+        with contextlib.suppress(dist.DistError):  # torchrun may have exited
             if self.store:
                 recorded = self.store.compare_set("end", "", f"{self.rank} {reason}").decode()
                 rank, _, first = recorded.partition(" ")
@@ -239,9 +249,10 @@ class Distributed:
         return reason, True
 
     def fail(self, error: BaseException) -> int:
-        """Reports that the job fails; returns the exit status: of a `UserError` its own, else 1.
+        """Reports that the job fails; returns the exit status: that of a `UserError`, otherwise 1.
 
-        Only the first rank to fail prints, of other errors with a traceback.
+        Only the first rank to fail prints the error, with a traceback if `explain_failure` returns
+        one.
         """
         trace, reason = explain_failure(error, self.rank)
         first, is_first = self.record_end_reason(reason)
@@ -251,11 +262,11 @@ class Distributed:
         return getattr(error, "status", 1)
 
     def record_failure(self, reason: str, trace: str = "") -> None:
-        """Tells torchrun and the hook `on_failure`, if there are any, why the job ends."""
+        """Passes the reason of a failure to torchrun and the hook `on_failure`, if they exist."""
         if self.is_distributed:
             tell_torchrun(f"{trace}error: {reason}")
         if self.on_failure:
-            with contextlib.suppress(UserError):  # the disk may be full
+            with contextlib.suppress(UserError):  # writing fails if the disk is full
                 self.on_failure(reason)
 
 
@@ -283,7 +294,7 @@ def setup(ddp: Distributed) -> Distributed:
         ddp.store = dist.HashStore()
     ddp.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
     ddp.threads = set_threads(ddp.local_world_size)
-    with ddp.sync_errors():  # if one rank finds no device, all exit rather than wait for it
+    with ddp.sync_errors():  # if one rank has no device, all ranks exit instead of waiting for it
         ddp.device = choose_device(ddp)
         if ddp.device.type == "cuda":
             torch.cuda.set_device(ddp.device)
@@ -294,13 +305,14 @@ def setup(ddp: Distributed) -> Distributed:
                     f"ranks {first} and {ddp.rank} share a GPU: start one process per GPU, "
                     "or set CUDA_VISIBLE_DEVICES= to run on the CPU"
                 )
-    ddp.check_equal({"device": ddp.device.type})  # ranks of two kinds would wait for each other
+    # Ranks on a CPU and on a GPU would wait for each other.
+    ddp.check_equal({"device": ddp.device.type})
     return ddp
 
 
 def set_threads(local_world_size: int) -> str:
-    """Sets how many threads torch uses in this process; returns the number and the reason."""
-    # Of several ranks, torchrun sets this to 1 if the user has not.
+    """Sets the number of torch's threads in this process; returns it and the reason as a text."""
+    # With several ranks, torchrun sets this variable to 1 if the user has not set it.
     if os.environ.get("OMP_NUM_THREADS"):
         return f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
     threads = optional("ddp_threads")
@@ -312,20 +324,22 @@ def set_threads(local_world_size: int) -> str:
 
 
 def join_group(ddp: Distributed) -> None:
+    """Joins the process group, and starts the watchdog; raises `UserError` if that fails."""
     startup_s = ddp.config.startup_timeout_s
-    timeout = timedelta(seconds=startup_s + ddp.config.timeout_s)  # a watchdog is earlier
-    # gloo as well as nccl, so that ranks can agree on errors without a GPU.
+    # Longer than the watchdog's limit, so that the watchdog reports first.
+    timeout = timedelta(seconds=startup_s + ddp.config.timeout_s)
+    # gloo in addition to nccl, so that ranks can agree on errors without a GPU
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     try:
         store = find_store(startup_s)
         store.set_timeout(timeout)
-        # torchrun keeps its store across restarts, and across the groups of a process: without the
-        # prefix, ranks would use addresses of dead ones.
+        # torchrun keeps its store across restarts, and across several groups of a process. Without
+        # the prefix, ranks would use addresses of dead ranks.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         ddp.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
         watchdog = optional("ddp_watchdog")
-        if watchdog is not None:  # or a hang ends by the timeout, which names no rank
+        if watchdog is not None:  # without it, a hang ends with a timeout that does not name a rank
             watchdog.start_watchdog(ddp)
         dist.init_process_group(
             backend, store=ddp.store, rank=ddp.rank, world_size=ddp.world_size, timeout=timeout
@@ -343,11 +357,12 @@ def join_group(ddp: Distributed) -> None:
 
 
 def find_store(longest_s: float) -> dist.Store:
-    """Returns the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes if there is no torchrun.
+    """Returns the store at MASTER_ADDR and MASTER_PORT; without torchrun, rank 0 creates it.
 
-    Raises `futures.TimeoutError` if another program has the port, which may never answer.
+    Raises `futures.TimeoutError` if a different program uses the port, because it may never answer.
     """
-    # torchrun's store is there before its processes; else, rank 0 may start much later.
+    # torchrun creates its store before its processes. Without torchrun, rank 0 may start much later
+    # than this rank.
     is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit_s = min(40.0 if is_there else 300.0, longest_s)
     rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=limit_s))
@@ -358,7 +373,8 @@ def find_store(longest_s: float) -> dist.Store:
 
 
 def leave_group() -> None:
-    gc.collect()  # a DDP module that outlives the group can deadlock with a gloo thread
+    """Destroys the process group."""
+    gc.collect()  # deletes DDP modules: one that outlives the group can deadlock with a gloo thread
     dist.destroy_process_group()
 
 
@@ -369,7 +385,7 @@ def choose_device(ddp: Distributed) -> torch.device:
     if not chosen:
         return torch.device("cpu")
     if visible == 1 and ddp.local_world_size > 1 and not ddp.config.device_ids:
-        return torch.device("cuda", 0)  # a scheduler may expose a different GPU to each process
+        return torch.device("cuda", 0)  # a scheduler may show a different GPU to each process
     missing = set(chosen) - set(range(visible))
     if missing or ddp.local_world_size > len(chosen):
         raise UserError(
@@ -383,22 +399,23 @@ def choose_device(ddp: Distributed) -> torch.device:
 def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
     """Calls `program` with this process's `Distributed`; returns the exit status.
 
-    An exception on any rank ends the job: a rank of several that has failed must end its process,
-    with this status. One process alone is left as it was.
+    An exception on any rank ends the job: with several ranks, the process of the failed rank must
+    exit with this status. A single process is left as it was.
     """
     ddp = Distributed(config)
     try:
         program(setup(ddp))
         ddp.close()
         return 0
-    except BaseException as error:  # even SystemExit: the other ranks would hang
+    except BaseException as error:  # even SystemExit, because the other ranks would hang
         try:
             return ddp.fail(error)
         finally:
             if ddp.world_size == 1:
                 ddp.close()
             else:
-                sys.last_value = error  # or what DDP holds would be freed, which can hang
+                # Keeps the objects of DDP alive, because freeing them can hang.
+                sys.last_value = error
 
 
 def library_versions() -> dict[str, str]:
@@ -411,7 +428,7 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(ddp: Distributed) -> str:
-    """Returns a line for each rank, and notes on this rank's machine; a collective."""
+    """Returns one line for each rank, and warnings about this rank's machine; a collective."""
     device = str(ddp.device)
     if ddp.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ddp.device)

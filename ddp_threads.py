@@ -1,11 +1,11 @@
-"""How many threads each process may use on this machine, and notes on the machine.
+"""Chooses the number of threads of each process, and warns about devices that are not used.
 
-    python ddp_threads.py PROCESSES     prints the number for so many processes
+    python ddp_threads.py PROCESSES     prints the number of threads for this number of processes
 
-It follows the CPUs to which this process is bound and the quotas of its control groups: a container
-with 1.5 CPUs on a host of 64 cores gets one thread, not 64 that are stopped most of the time. The
-load of the machine does not count, as a number of threads that changed between runs would change
-their last digits.
+The number depends on the CPUs that this process is bound to, and on the quotas of its control
+groups: in a container with 1.5 CPUs on a host with 64 cores, it is one thread, instead of 64 that
+are stopped most of the time. It does not depend on the load of the machine, because results with
+different numbers of threads differ in their last digits.
 """
 
 import argparse
@@ -15,11 +15,12 @@ from pathlib import Path, PurePosixPath
 
 
 def choose_threads(num_processes: int) -> tuple[int, str]:
-    """Returns the threads of each of so many processes on this machine, and why as a text."""
+    """Returns the number of threads of each of `num_processes`, and the reason as a text."""
     num_bound = count_bound_cpus()
     try:
         quota = min(quotas(), default=float(num_bound))
-    except ValueError:  # of files that look otherwise than they should: this is but a hint
+    # If the files have an unexpected format, ignore them: the quota is only a hint.
+    except ValueError:
         quota = float(num_bound)
     num_threads = max(1, int(min(num_bound, quota) / num_processes))
     reason = f"{num_bound} CPUs"
@@ -40,7 +41,8 @@ def count_bound_cpus() -> int:
 def quotas(proc: Path = Path("/proc/self")) -> Iterator[float]:
     """Yields the CPU quota of each limited control group of this process, in CPUs.
 
-    They are Linux's, of version 1 or 2 (see its cgroups(7)); other systems have none.
+    These are control groups of Linux, version 1 or 2 (see its cgroups(7)). Other systems do not
+    have them.
     """
     for folder in cpu_groups(proc):
         try:
@@ -51,21 +53,21 @@ def quotas(proc: Path = Path("/proc/self")) -> Iterator[float]:
                 period = (folder / "cpu.cfs_period_us").read_text()
             if limit != "max" and int(limit) > 0:
                 yield int(limit) / int(period)
-        except (OSError, ValueError):  # the root of all groups has no quota
+        except (OSError, ValueError):  # the root group has no quota
             continue
 
 
 def cpu_groups(proc: Path) -> Iterator[Path]:
-    """Yields the folders of the control groups of this process that limit CPUs, and their parents.
+    """Yields the folders of this process's control groups that limit CPUs, and their parents.
 
-    In a container, the folder of its own group may be mounted in place of the root.
+    In a container, the folder of its own group may be mounted instead of the root.
     """
     try:
         groups = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
     except OSError:
         return
-    path_of = {}  # by version
+    path_of = {}  # version: path of the group
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -74,7 +76,7 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
             path_of["cgroup"] = path
     for line in mounts:
         mount, _, system = line.partition(" - ")
-        kind, _, options = system.split(" ")[:3]  # the second may be empty
+        kind, _, options = system.split(" ")[:3]  # the second field may be empty
         if kind not in path_of or (kind == "cgroup" and "cpu" not in options.split(",")):
             continue
         root, mount_point = (Path(cell) for cell in mount.split()[3:5])
@@ -85,8 +87,8 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
 
 
 def notes_on_devices() -> list[str]:
-    """Returns notes on a device that is here, or that the environment names, but is not used."""
-    import torch  # takes a second, which the command does without
+    """Returns warnings about devices that exist, or are set in the environment, but not used."""
+    import torch  # imported only here, because it takes a second
 
     notes = []
     accelerator = torch.accelerator.current_accelerator(check_available=True)

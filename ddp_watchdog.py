@@ -1,4 +1,4 @@
-"""The watchdog: a thread that ends the job with a report when a rank makes no progress."""
+"""The watchdog: a thread that ends the job with a report if a rank makes no progress."""
 
 import contextlib
 import json
@@ -15,27 +15,28 @@ import torch.distributed as dist
 
 from ddp_ends import Heartbeat, log_and_print
 
-GRACE_S = 5.0  # seconds a rank has to exit by itself after another one has failed
-# After SIGTERM, seconds without progress until a rank gives up: half of those that torchrun waits,
-# which are 30 where a rank has died.
+GRACE_S = 5.0  # seconds that a rank has to exit by itself after another rank has failed
+# Seconds without progress after SIGTERM until a rank gives up: half of the time that torchrun
+# waits, which is 30 s if a rank has died.
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
-SILENCE_S = 10.0  # without a heartbeat, after which a rank counts as dead
+SILENCE_S = 10.0  # seconds without a heartbeat after which a rank counts as dead
 
 
 class Observed(NamedTuple):
-    """What a watchdog has seen of a rank."""
+    """What a watchdog has observed of a rank."""
 
-    replies: int | None  # as `Watchdog.replies`
+    replies: int | None  # the rank's `Watchdog.replies`
     heartbeat: Heartbeat | None
-    silent: int  # heartbeats of this rank during which the other has sent none
-    stalled: int  # and during which the other has not come further
+    silent: int  # own heartbeats since the rank's last heartbeat
+    stalled: int  # own heartbeats since the rank's last progress
 
 
 class Signals:
-    """The signals of this process that have a handler of Python, as soon as they arrive.
+    """Notices signals as soon as they arrive, if they have a Python handler.
 
-    Python runs the handlers between its instructions, and so not while a call never returns.
+    Python itself runs handlers between its instructions, and therefore not during a call that never
+    returns.
     """
 
     def __init__(self):
@@ -43,7 +44,8 @@ class Signals:
         os.set_blocking(self.received, False)
         os.set_blocking(self.sender, False)
         self.undo = contextlib.ExitStack()
-        if threading.current_thread() is threading.main_thread():  # no other one can
+        # Only the main thread can do this.
+        if threading.current_thread() is threading.main_thread():
             earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
             self.undo.callback(signal.set_wakeup_fd, earlier_fd)
 
@@ -60,12 +62,12 @@ class Signals:
 
 
 class Watchdog(threading.Thread):
-    """Ends the job with a report when a rank makes no progress for too long.
+    """Ends the job with a report if a rank makes no progress for too long.
 
-    Every rank writes its heartbeat to the store, every `heartbeat_s`. A rank that has stalled for
-    half of `limit_s` observes all for the other half; if those furthest behind have not moved, it
-    names them, and every rank prints its stack and exits. Time is counted in heartbeats, which
-    pause while the job is suspended.
+    Every rank writes its heartbeat to the store every `heartbeat_s`. A rank that has made no
+    progress for half of `limit_s` observes all ranks for the other half. If the ranks that are
+    furthest behind have not moved, it reports them, and every rank prints its stack and exits. Time
+    is counted in heartbeats, which pause while the job is suspended.
 
     Args:
         ddp: a `ddp_setup.Distributed`.
@@ -75,14 +77,15 @@ class Watchdog(threading.Thread):
     def __init__(self, ddp: Any, has_sigterm: Callable[[], bool]):
         super().__init__(name="watchdog", daemon=True)
         self.ddp = ddp
-        self.store = ddp.store.clone()  # an own connection: waits on the other would block it
+        # A separate connection, because waits on the other one would block it.
+        self.store = ddp.store.clone()
         shorter = min(ddp.config.timeout_s, ddp.config.startup_timeout_s)
         self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
         self.has_sigterm = has_sigterm
         self.finished = threading.Event()
-        self.replies = 0  # heartbeats that reached the store
-        self.patience = 0.5  # of `limit_s`: so long without progress, and it observes the ranks
-        self.seen = {}  # an `Observed` of each rank
+        self.replies = 0  # number of heartbeats that have reached the store
+        self.patience = 0.5  # share of `limit_s` without progress after which it observes the ranks
+        self.seen = {}  # rank: what was observed of it, as `Observed`
 
     def run(self) -> None:
         of_store = threading.Thread(
@@ -92,12 +95,12 @@ class Watchdog(threading.Thread):
         heartbeat = None
         told_to_end = False
         stalled = 0  # heartbeats without progress
-        waited = 0  # of these, heartbeats after SIGTERM
-        ending = 0  # heartbeats since a rank has recorded why the job ends
+        waited = 0  # those of them that came after SIGTERM
+        ending = 0  # heartbeats since a rank recorded why the job ends
         while not self.finished.wait(self.heartbeat_s):
             stalled = stalled + 1 if heartbeat == self.ddp.heartbeat else 0
             heartbeat = self.ddp.heartbeat
-            # A rank that waits in NCCL for a dead one cannot handle torchrun's SIGTERM.
+            # A rank that waits in NCCL for a dead rank cannot handle torchrun's SIGTERM.
             told_to_end = told_to_end or self.has_sigterm()
             waited = waited + 1 if told_to_end and stalled else 0
             silence_s = self.heartbeat_s * max(
@@ -107,7 +110,8 @@ class Watchdog(threading.Thread):
             if waited * self.heartbeat_s > limit_s:
                 reason = f"SIGTERM while waiting in {heartbeat.phase} of step {heartbeat.step}"
                 self.abort(self.ddp.record_end_reason(f"rank {self.ddp.rank}: {reason}")[0])
-            with contextlib.suppress(dist.DistError):  # torchrun is gone, as StopRequest notices
+            # torchrun has exited; StopRequest notices this.
+            with contextlib.suppress(dist.DistError):
                 state = json.dumps([self.replies, heartbeat])
                 self.store.set(f"heartbeat/{self.ddp.rank}", state)
                 is_stalled = stalled * self.heartbeat_s >= self.ddp.limit_s * self.patience
@@ -124,7 +128,7 @@ class Watchdog(threading.Thread):
         of_store.join()
 
     def watch_store(self) -> None:
-        """Ends this rank when calls to the store never return, as of an unreachable machine."""
+        """Ends this rank if calls to the store never return, as when its machine is unreachable."""
         last, stalled = None, 0
         while not self.finished.wait(self.heartbeat_s):
             current = (self.replies, self.ddp.heartbeat)
@@ -137,11 +141,12 @@ class Watchdog(threading.Thread):
                 )
 
     def observe_ranks(self) -> None:
-        """Counts the heartbeats since each rank was last heard of, and since it last moved."""
+        """Counts heartbeats since each rank's last sign of life, and since its last progress."""
         keys = [f"heartbeat/{rank}" for rank in range(self.ddp.world_size)]
         if not self.seen:
-            for key in keys:  # `multi_get` would wait for a rank that has not written
-                self.store.compare_set(key, "", "[-1, [0, -1]]")  # behind all others
+            # Otherwise, `multi_get` would wait for a rank that has not written yet.
+            for key in keys:
+                self.store.compare_set(key, "", "[-1, [0, -1]]")  # counts as furthest behind
         for rank, state in enumerate(self.store.multi_get(keys)):
             replies, fields = json.loads(state)
             heartbeat = Heartbeat(*fields)
@@ -151,10 +156,13 @@ class Watchdog(threading.Thread):
             self.seen[rank] = Observed(replies, heartbeat, silent, stalled)
 
     def check_ranks(self) -> None:
-        """Records the ranks furthest behind as the reason to end, if none has moved for long."""
+        """Records the ranks furthest behind as the reason to end the job, if they have stalled.
+
+        They have stalled if they have not moved for half of the limit.
+        """
         least = min(seen.heartbeat[:2] for seen in self.seen.values())
         behind = {rank: seen for rank, seen in self.seen.items() if seen.heartbeat[:2] == least}
-        half = self.ddp.limit_s / 2 / self.heartbeat_s  # in heartbeats
+        half = self.ddp.limit_s / 2 / self.heartbeat_s  # number of heartbeats
         found = []
         for rank, seen in behind.items():
             if seen.stalled < half:
@@ -171,6 +179,7 @@ class Watchdog(threading.Thread):
             log_and_print(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
+        """Logs and prints the stack of the main thread, and exits."""
         stack = "".join(
             traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
         )
@@ -178,8 +187,9 @@ class Watchdog(threading.Thread):
         self.exit_now(reason)
 
     def exit_now(self, reason: str) -> NoReturn:
+        """Reports the failure, and ends this process with status 1."""
         self.ddp.record_failure(reason)
-        os._exit(1)  # this is not the main thread
+        os._exit(1)  # not sys.exit, because this is not the main thread
 
     def close(self) -> None:
         self.finished.set()
@@ -187,14 +197,14 @@ class Watchdog(threading.Thread):
 
 
 def start_watchdog(ddp: Any) -> None:
-    """Starts the watchdog of a `ddp_setup.Distributed` of torchrun, until that is closed.
+    """Starts the watchdog of a `ddp_setup.Distributed` under torchrun, until that is closed.
 
-    It ends a rank without others only after SIGTERM: no rank waits for it, and it may be in a
-    debugger.
+    If there is only one rank, the watchdog only ends it after SIGTERM: no rank waits for it, and it
+    may be in a debugger.
     """
-    # Or NCCL kills this process when another one dies, before status.json says so.
+    # Otherwise, NCCL kills this process when another rank dies, before status.json is written.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # nor when its own GPU fails
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # and also when its own GPU fails
     signals = Signals()
     ddp.cleanup.callback(signals.close)
     watchdog = Watchdog(ddp, signals.has_sigterm)

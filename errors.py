@@ -1,27 +1,30 @@
-"""Errors that a user can mend: each is one sentence that says what is wrong, where, what to set."""
+"""Errors that users can fix. Each is one message: where, what is wrong, what to do."""
 
 import os
 from pathlib import Path
 
 
 class UserError(Exception):
-    """The configuration or the input is wrong; the process exits with `status`."""
+    """The configuration or the input is wrong. The process exits with `status`."""
 
     status = 2
 
 
 class DataError(UserError):
-    """A table is wrong; the sentence names the file and, if known, the line."""
+    """A table is wrong. The message names the file and, if known, the line."""
 
 
 class RunError(UserError):
-    """A run that had started failed."""
+    """A run failed after training had started."""
 
     status = 1
 
 
 def reason_of(error: Exception) -> str:
-    """Returns why a file cannot be used; of a link in its path that leads nowhere, says where."""
+    """Returns the reason why a file cannot be used.
+
+    If a broken link is part of its path, the reason says where the link leads.
+    """
     path = Path(getattr(error, "filename", None) or "")
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):

@@ -1,6 +1,6 @@
-"""The loop over rows that are predicted: in validation, in the test and later.
+"""The loop over the rows to predict, in validation, test and later predictions.
 
-Every function is called on all ranks, which share the rows.
+All ranks call every function together, and share the rows.
 
 Shapes: n rows, B samples in a batch, T scores of C columns each.
 """
@@ -18,7 +18,8 @@ from ddp_setup import Distributed
 from run_progress import progress_bar
 from task import KnockoutTask
 
-LARGE_BATCH = 8192  # samples at once where each takes little memory: fewer kernels to launch
+# Samples at once if each needs little memory; larger batches launch fewer kernels.
+LARGE_BATCH = 8192
 
 
 def evaluation_batch_size(task: KnockoutTask) -> int:
@@ -28,7 +29,10 @@ def evaluation_batch_size(task: KnockoutTask) -> int:
 
 
 def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
-    """Returns the model's output of rows, float64 [n, T, C], on every rank; raises `RunError`."""
+    """Returns the model's outputs for some rows, float64 [n, T, C], on every rank.
+
+    Raises `RunError` if the model's output has the wrong shape.
+    """
     model.eval()
 
     def output(batch: Data) -> Tensor:
@@ -47,11 +51,11 @@ def compute_rows(
     shape: tuple[int, ...],
     ddp: Distributed,
 ) -> Tensor:
-    """Returns a function of n rows of a dataset on every rank, float64 [n, *shape].
+    """Returns the values of a function for n rows of a dataset, float64 [n, *shape], on every rank.
 
-    It takes a batch on the device, and gives as many rows as the batch has samples. A batch is
-    spread over the ranks, so each row is computed on one rank; the all-reduce adds only zeros to it
-    and is therefore exact.
+    The function takes a batch on the device, and returns one value for each sample. A batch is
+    spread over the ranks, so that each row is computed on one rank. The all-reduce only adds zeros
+    to it, and is therefore exact.
     """
     rows_of_rank = rows[ddp.rank :: ddp.world_size]
     batches = rows_of_rank.split(math.ceil(batch_size / ddp.world_size))
@@ -59,10 +63,10 @@ def compute_rows(
     values = torch.zeros(len(rows), *shape, dtype=torch.float64, device=ddp.device)
     values_of_rank = values[ddp.rank :: ddp.world_size]  # a view
     start = 0
-    num_pieces = 1  # of a batch
+    num_pieces = 1  # number of pieces that a batch is split into
     for batch in progress_bar(loader, "predicting", unit="batch", is_shown=ddp.rank == 0):
         with ddp.phase("evaluation"):
-            if ddp.stop and ddp.stop.code():  # all ranks will stop; the result is discarded
+            if ddp.stop and ddp.stop.code():  # all ranks will stop and discard the result
                 break
             of_batch, num_pieces = in_pieces(function, batch, num_pieces, dataset, ddp)
             values_of_rank[start : start + len(of_batch)] = of_batch
@@ -77,11 +81,11 @@ def in_pieces(
     dataset: Dataset,
     ddp: Distributed,
 ) -> tuple[Tensor, int]:
-    """Returns a function of a batch of the dataset, computed in pieces, and their number.
+    """Returns a function's values for a batch, and the number of pieces that it was split into.
 
-    Where memory runs out, they are twice as many.
+    Whenever the memory is not sufficient, the number of pieces is doubled.
     """
-    rows = batch.index  # on the CPU
+    rows = batch.index  # still on the CPU
     pieces = [batch]
     while True:
         if num_pieces > 1:
@@ -92,6 +96,6 @@ def in_pieces(
         except torch.OutOfMemoryError:
             if num_pieces >= len(rows):
                 raise
-        # Only here is the error gone, which holds all that was computed.
+        # Free the memory only now: the error, which keeps all tensors of the failed call, is gone.
         torch.cuda.empty_cache()
         num_pieces *= 2

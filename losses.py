@@ -1,9 +1,9 @@
-"""What a model's output means: its columns, the loss of each score, and what it predicts.
+"""The meaning of the model's outputs: their columns, the loss of each score, and the predictions.
 
-A loss is a class here and an entry of `LOSSES`, by whose name optim.loss asks for it. It names the
-columns that a model has for each score. The first one predicts the score, in standard deviations
-from the mean: what is known without the graph adds to it, and so do terms.
-Columns that follow say more, such as how sure the model is; training starts with 0 in them.
+A loss is a class in this module and an entry of `LOSSES`; optim.loss selects it by the entry's
+name. The class lists the columns that the model has for each score. The first column predicts the
+score, in standard deviations from the mean. The baseline and all terms of the model add to it.
+Further columns predict more, such as the uncertainty. They are 0 at the start of training.
 
 Shapes: n rows of T scores, C columns of a score, M models.
 """
@@ -16,45 +16,48 @@ from errors import UserError
 
 
 class Criterion:
-    """What all losses have; one of your own overrides what differs.
+    """Base class of all losses. Your own loss overrides what differs.
 
-    `mean` and `std` are of the scores, as `unit` returns them, float64 [T].
+    `mean` and `std` are the offset and the scale of the first column, from `unit`, float64 [T].
     """
 
-    columns: tuple[str, ...]  # names of the output's columns of a score
-    link = ""  # what the terms of a prediction add up to, if that is not a score, such as "logit"
-    is_binary = False  # whether scores are 0 and 1, and predictions probabilities of 1
-    starts_from_mean = False  # True if the baseline, in the unit of `squared`, cannot be the start
+    columns: tuple[str, ...]  # names of a score's columns in the output
+    # Scale on which the terms of a prediction add up, such as "logit"; "": the score itself.
+    link = ""
+    is_binary = False  # whether scores are 0 and 1, and predictions are probabilities of 1
+    # True if training cannot start from the baseline, which has the unit of `squared`.
+    starts_from_mean = False
 
     def __init__(self, mean: Tensor, std: Tensor):
         self.mean = mean
         self.std = std
 
     def to(self, device: torch.device | str) -> "Criterion":
-        """Returns the same on a device."""
+        """Returns a copy on the given device."""
         return type(self)(self.mean.to(device), self.std.to(device))
 
     @staticmethod
     def check(y: Tensor) -> None:
-        """Raises `UserError` for scores [n, T] that do not suit; a missing one is nan."""
+        """Raises `UserError` if scores [n, T] are not valid for this loss; missing ones are nan."""
 
     @staticmethod
     def unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns where the first column is 0, and its unit, in scores or what is linked, [T] each.
+        """Returns the offset and the scale of the first column, [T] each.
 
-        Given are mean and standard deviation of the training scores.
+        The score, or its link, is offset + scale * column. `mean` and `std` are the mean and
+        standard deviation of the training scores.
         """
         return mean, std
 
     @staticmethod
     def inverse_link(total: Tensor) -> Tensor:
-        """Returns predictions as scores, given the sum of their terms, such as logits."""
+        """Returns predictions as scores, given the sums of their terms, such as logits."""
         return total
 
     def losses(self, output: Tensor, y: Tensor) -> Tensor:
-        """Returns the loss of each score, [n, T], of outputs [n, T, C] and scores y [n, T].
+        """Returns the loss of each score, [n, T], given outputs [n, T, C] and scores y [n, T].
 
-        A missing score is any finite number, and its loss does not count.
+        A missing score may be any finite number, because the caller gives its loss the weight 0.
         """
         raise NotImplementedError
 
@@ -63,19 +66,23 @@ class Criterion:
         return ((y - self.mean) / self.std).to(dtype)
 
     def total(self, output: Tensor) -> Tensor:
-        """Returns the sum of each prediction's terms, scores or what is linked, float64 [n, T]."""
+        """Returns the sum of each prediction's terms, on the scale of `link`, float64 [n, T]."""
         return self.mean + self.std * output.select(-1, 0)
 
     def predictions(self, output: Tensor) -> dict[str, Tensor]:
-        """Returns all that is predicted by name, float64 [n, T] each, of outputs [n, T, C].
+        """Returns all predictions by name, float64 [n, T] each, given outputs [n, T, C].
 
-        `prediction`, in the unit of the scores, comes first.
+        The first is `prediction`, in the unit of the scores.
         """
         return {"prediction": self.inverse_link(self.total(output))}
 
     @staticmethod
     def together(predictions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns means over models, [n, T], of predictions [M, n, T]; of several, also `sd`."""
+        """Returns an ensemble's predictions by name, [n, T], given those of M models, [M, n, T].
+
+        They are means over the models. With several models, `sd` is the standard deviation of their
+        predictions.
+        """
         means = {name: of_models.mean(dim=0) for name, of_models in predictions.items()}
         of_models = predictions["prediction"]
         if len(of_models) > 1:
@@ -84,7 +91,7 @@ class Criterion:
 
 
 class Squared(Criterion):
-    """Squared errors over the variance of the scores."""
+    """The squared error divided by the variance of the scores."""
 
     columns = ("mean",)
 
@@ -94,7 +101,7 @@ class Squared(Criterion):
 
 
 class Binary(Criterion):
-    """The cross-entropy of scores of 0 and 1; predictions are probabilities of 1."""
+    """The cross-entropy for scores of 0 and 1. Predictions are probabilities of 1."""
 
     columns = ("logit",)
     link = "logit"
@@ -120,7 +127,7 @@ class Binary(Criterion):
 
 
 def are_binary(y: Tensor) -> bool:
-    """Returns whether all scores are 0 or 1 but for missing ones, which are nan."""
+    """Returns whether all scores are 0, 1 or missing (nan)."""
     return bool(((y == 0) | (y == 1) | y.isnan()).all())
 
 

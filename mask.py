@@ -1,21 +1,20 @@
-"""One graph shared by every sample: its topology on one device, and the nodes and edges that each
-sample removes or scales.
+"""One graph for all samples, and the nodes and edges that each sample removes or scales.
 
-A sample perturbs a few nodes. At level 0 a node is dead, and so is every edge that touches it; at
-another level it lives, and sends its messages times the level. Because exactly the edges of dead
-nodes are masked and summation is linear, aggregation over the live edges of B samples needs no copy
-of the graph:
+A sample perturbs a few nodes. At level 0, a node is dead, and so are all edges that touch it. At
+any other level, it lives, and its messages are multiplied by the level. Exactly the edges of dead
+nodes are masked, and summation is linear. Therefore, the sums over the living edges of B samples
+need no copy of the graph:
 
-    sum over live edges = keep * (A @ (level * X))     X: [N, B, H], level: [N, B, 1], A: [N, N]
+    sum over living edges = keep * (A @ (level * X))     X: [N, B, H], level: [N, B, 1], A: [N, N]
 
-with `level` that of each node, 1 if intact, and `keep` where it is not 0. `SharedGraph.levels`,
-`SharedGraph.keep` and `SharedGraph.propagate` compute the factors. Where all samples have the same
-states, as before the first layer, `SharedGraph.propagate_from_one` needs one product for all.
-Layers that need values for each edge (attention, say) use `expand` and `EdgeMasks`: B
-block-diagonal copies of the graph and a boolean per copied edge.
+Here, `level` is the level of each node, 1 if it is intact, and `keep` is True where it is not 0.
+`SharedGraph.levels`, `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. If all
+samples have the same states, as in the first layer, `SharedGraph.propagate_from_one` needs one
+product for all. Layers that need a value for each edge, such as attention, use `expand` and
+`EdgeMasks`: B block-diagonal copies of the graph, and a boolean for each copied edge.
 
-Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels,
-B samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
+Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels, B
+samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
 """
 
 from collections.abc import Iterator
@@ -37,16 +36,16 @@ def num_samples(batch: Data) -> int:
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
-    """Returns the sum over the perturbed nodes of each sample, [B, ...], of values [P, ...]."""
+    """Returns the sum of values [P, ...] over each sample's perturbed nodes, [B, ...]."""
     return scatter(values, batch.perturbed_batch, dim_size=num_samples(batch))
 
 
 def starts_of_samples(perturbed: Tensor, ptr: Tensor, out_degree: Tensor) -> np.ndarray:
-    """Returns where the perturbed nodes of each sample, and their out-edges, begin, [2, B + 1]."""
+    """Returns the offsets of each sample's perturbed nodes and of their out-edges, [2, B + 1]."""
     return torch.stack([ptr, cumsum(out_degree[perturbed])[ptr]]).numpy()
 
 
-# The basis, [3, 1], of one response to the level: 1 - level, whether it is a loss or a gain.
+# The basis of a node with one effect, whose dose is 1 - level, [3, 1].
 LINEAR = torch.tensor([[1.0], [1.0], [0.0]])
 
 
@@ -62,19 +61,19 @@ def doses(level: Tensor) -> Tensor:
 class SharedGraph(nn.Module):
     """The graph's topology on one device, without parameters or entries in the state dict.
 
-    All tensors but the degrees are non-persistent buffers, so one `.to(device)` moves the graph.
-    Keep it out of the module that DDP wraps, or DDP broadcasts it in every forward pass. Batches
-    come from `data.KnockoutDataset`; one on another device raises `RuntimeError`. Methods that take
-    a batch never synchronise with the host.
+    All tensors except the degrees are non-persistent buffers, so one `.to(device)` moves the graph.
+    Keep it out of the module that DDP wraps, because DDP would broadcast it in every forward pass.
+    Batches come from `data.KnockoutDataset`; a batch on a different device raises `RuntimeError`.
+    Methods that take a batch never synchronise with the host.
 
     Args:
-        graph: a `HeteroData` whose edge types all connect `node_type` with itself, each with an
-            `edge_index` [2, E_r] and, unless all are 1, `edge_weight` [E_r], positive; nodes may
-            have features `x` [N, F].
+        graph: a `HeteroData` whose edge types all connect `node_type` with itself. Each has an
+            `edge_index` [2, E_r] and, unless all weights are 1, a positive `edge_weight` [E_r].
+            Nodes may have features `x` [N, F].
 
     Raises:
-        ValueError: there are no edge types, or one has another node type, a wrong shape or a node
-            outside [0, N).
+        ValueError: there are no edge types, or one has a different node type, a wrong shape or a
+            node outside [0, N).
     """
 
     def __init__(self, graph: HeteroData, node_type: str = "gene"):
@@ -89,13 +88,13 @@ class SharedGraph(nn.Module):
         for relation in self.relations:
             if {relation[0], relation[2]} != {node_type}:
                 raise ValueError(f"edge type {relation} does not connect '{node_type}' with itself")
-            edges = graph[relation].clone().cpu()  # which moves in place
+            edges = graph[relation].clone().cpu()  # a copy, because `cpu` moves the edges in place
             edge_indices.append(edges.edge_index.long())
             weights.append(edges.get("edge_weight", torch.ones(edges.num_edges)).double())
         counts = [edge_index.size(1) for edge_index in edge_indices]
         self.num_edges: dict[EdgeType, int] = dict(zip(self.relations, counts, strict=True))
 
-        # The edges of all relations, one relation after another.
+        # Edges are sorted by relation.
         edge_index = torch.cat(edge_indices, dim=1)
         relation = torch.repeat_interleave(torch.tensor(counts))
         as_given = torch.cat(weights)
@@ -113,24 +112,24 @@ class SharedGraph(nn.Module):
         self.reused_masks = EdgeMasks(self)
 
     def _add_incidence(self, relation: Tensor) -> None:
-        """Stores, as CSR, which edges of relation r touch node n in row n * R + r."""
+        """Stores, as CSR, the edges of relation r that touch node n in row n * R + r."""
         source, target = self.edge_index
         num_relations = len(self.relations)
-        no_loop = (source != target).nonzero().squeeze(1)  # as a self-loop is listed once
+        no_loop = (source != target).nonzero().squeeze(1)  # list a self-loop only once
         edge = torch.cat([torch.arange(len(source)), no_loop])
         node = torch.cat([source, target[no_loop]])
         row, order = (node * num_relations + relation[edge]).sort(stable=True)
         self._buffer("incidence", edge[order].int())
         self._buffer("incidence_ptr", index2ptr(row, self.num_nodes * num_relations))
-        # How many edges die with each node, [N]: for datasets, which stay on the CPU.
+        # The number of edges that die with each node, [N]. Datasets use it, so it stays on the CPU.
         self.degree = self.incidence_ptr[::num_relations].diff()
 
     def _add_out_edges(self, relation: Tensor) -> None:
-        """Stores at r * N + n where relation r's edges from node n begin in `stack.by_source`."""
+        """Stores at r * N + n the offset of relation r's edges from node n in `stack.by_source`."""
         row = relation * self.num_nodes + self.edge_index[0]
         count = row.bincount(minlength=len(self.relations) * self.num_nodes)
         self._buffer("out_ptr", cumsum(count))
-        # How many edges leave each node, [N]: for datasets, which stay on the CPU.
+        # The number of edges that leave each node, [N]. Datasets use it, so it stays on the CPU.
         self.out_degree = count.view(-1, self.num_nodes).sum(0)
 
     def _buffer(self, name: str, tensor: Tensor) -> None:
@@ -145,7 +144,7 @@ class SharedGraph(nn.Module):
         return self.device.type == "cuda"
 
     def check(self, batch: Data) -> None:
-        """Raises `RuntimeError` if the batch is on another device than the graph."""
+        """Raises `RuntimeError` if the batch and the graph are on different devices."""
         if batch.perturbed.device != self.device:
             raise RuntimeError(
                 f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
@@ -160,19 +159,20 @@ class SharedGraph(nn.Module):
         return levels.index_put_((batch.perturbed, batch.perturbed_batch), changed)
 
     def keep(self, batch: Data) -> Tensor:
-        """Returns True where a node is alive in a sample, bool [N, B]."""
+        """Returns whether each node is alive in each sample, bool [N, B]."""
         return self.levels(batch) > 0
 
     def samples_at_once(self, states: Tensor) -> int:
-        """Returns for how many samples states [N, B, H] such as these of one sample stay in cache.
+        """Returns how many samples to process at once, given the states [N, 1, H] of one sample.
 
-        On a GPU, it is for how many each relation's sums of states fit in 4 GB together.
+        On a CPU, their states fit in the cache. On a GPU, the sums of all relations fit in 4 GB.
         """
-        size = 2**32 // len(self.relations) if states.is_cuda else 2**20  # about a CPU core's
+        # About the cache of a CPU core.
+        size = 2**32 // len(self.relations) if states.is_cuda else 2**20
         return max(1, size // (states.numel() * states.element_size()))
 
     def in_blocks(self, batch: Data, states: Tensor) -> Iterator[Samples]:
-        """Yields as many samples of a batch at a time as `samples_at_once` says of these states."""
+        """Yields a batch in blocks of `samples_at_once(states)` samples."""
         first = 0
         for level in self.levels(batch).split(self.samples_at_once(states), dim=1):
             yield Samples(batch, first, level)
@@ -197,25 +197,27 @@ class SharedGraph(nn.Module):
         position = torch.arange(batch.num_dead_edges, device=self.device)
         position += (start - first).index_select(0, segment)
         edge = self.incidence.index_select(0, position)
-        # B copies of each earlier relation precede it, of which `edge` counts one, and a copy of
-        # its own relation for each earlier sample.
+        # The edge is preceded by the copies of all earlier relations and by the copies of its own
+        # relation in earlier samples. `edge` already counts one copy of each earlier relation.
         sample = batch.perturbed_batch.unsqueeze(1)
         num_others = num_samples(batch) - 1
         preceding = num_others * self.edge_offsets + sample * self.edge_counts  # [P, R]
         return preceding.flatten().index_select(0, segment).add_(edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """Returns {edge type: bool [B * E_r]}, True where the edge is alive.
+        """Returns {edge type: bool [B * E_r]}, True for living edges.
 
-        Sample k is `[k * E_r, (k + 1) * E_r)`. `EdgeMasks` gives the same without fresh memory.
+        Sample k has the entries `[k * E_r, (k + 1) * E_r)`. `EdgeMasks` gives the same masks, but
+        reuses its memory.
         """
         return EdgeMasks(self)(batch)
 
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
         """Returns {edge type: long [2, B * E_r]}, block-diagonal edge indices.
 
-        Node n of sample k is `k * N + n`. The edges of each sample are in the order of the graph's
-        `edge_index`, so that `values.repeat(B, 1)` are those of the copies for values [E_r, F].
+        Node n of sample k is `k * N + n`. The edges of each sample have the order of the graph's
+        `edge_index`. Values [E_r, F] of the edges become those of the copies with
+        `values.repeat(B, 1)`.
         """
         self.check(batch)
         sample = torch.arange(num_samples(batch), device=self.device).unsqueeze(1)
@@ -225,7 +227,7 @@ class SharedGraph(nn.Module):
         return dict(zip(self.relations, copies, strict=True))
 
     def by_relation(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Returns values of the edges, [E, ...], as those of each relation."""
+        """Splits values of the edges [E, ...] into one tensor for each relation."""
         return values.split(list(self.num_edges.values()))
 
     def propagate(
@@ -233,9 +235,9 @@ class SharedGraph(nn.Module):
     ) -> Tensor:
         """Returns the sum over relations r of gate_r * (A_r @ (level * x)), [N, B, H].
 
-        `x` is [N, B, H], `gate` [R, H], `level` [N, B]; without them, all are ones. Sums of dead
-        nodes, which nothing reads, stay. Products are in the graph's dtype, the result is in that
-        of level * x.
+        `x` is [N, B, H], `gate` is [R, H] and `level` is [N, B]; gate and level are 1 by default.
+        The sums of dead nodes are not masked, because nothing reads them. Products have the graph's
+        dtype, and the result has the dtype of level * x.
         """
         if level is not None:
             x = level.unsqueeze(-1) * x
@@ -245,10 +247,11 @@ class SharedGraph(nn.Module):
         return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
 
     def propagate_from_one(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
-        """Returns `propagate` of states that are alike in all samples, [N, b, H] of x [N, 1, H].
+        """Returns `propagate` of x [N, 1, H], the same states in all b samples, [N, b, H].
 
-        As summation is linear, they are summed once, and what the perturbed nodes of each sample
-        send more than at level 1 is added at the ends of their edges. Without samples, b is 1.
+        The sums are computed once for intact nodes. For each sample, the differences of the
+        messages that its perturbed nodes send are then added to the targets of their edges. Without
+        samples, b is 1.
         """
         sums = self.propagate(x, gate)
         if samples is None:
@@ -260,30 +263,31 @@ class SharedGraph(nn.Module):
 
 
 class EdgeMasks:
-    """The masks of `SharedGraph.edge_masks` in memory of their own, valid until the next call.
+    """The masks of `SharedGraph.edge_masks` in reused memory, valid until the next call.
 
-    A call revives the edges that the batch before has killed, so that it costs the dead edges of
-    two batches, where fresh masks cost B * E.
+    A call only resets the dead edges of the previous batch and clears those of the new one. New
+    masks would have to write B * E entries.
     """
 
     def __init__(self, graph: SharedGraph):
         self.graph = graph
-        # A mask, and the dead edges of the batch before, where alone it is False; or nothing.
+        # A mask, and the dead edges of the previous batch, which are its only False entries; or
+        # None.
         self.memory: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """Returns {edge type: bool [B * E_r]}, True where the edge is alive."""
+        """Returns {edge type: bool [B * E_r]}, True for living edges."""
         graph = self.graph
         dead_edges = graph.dead_edges(batch)
         sizes = [num_samples(batch) * count for count in graph.num_edges.values()]
         size = sum(sizes)
         memory = self.memory
-        self.memory = None  # after an interrupt, nobody would know which edges are dead
+        self.memory = None  # if this call is interrupted, the state of the mask is unknown
         if memory is None or len(memory[0]) < size or memory[0].device != graph.device:
             alive = torch.ones(size, dtype=torch.bool, device=graph.device)
         else:
             alive, revived = memory
-            alive.scatter_(0, revived, True)  # takes half of index_fill_'s time
+            alive.scatter_(0, revived, True)  # twice as fast as index_fill_
         alive.scatter_(0, dead_edges, False)
         self.memory = (alive, dead_edges)
         masks = alive.narrow(0, 0, size).split(sizes)
@@ -291,10 +295,11 @@ class EdgeMasks:
 
 
 def normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:
-    """Returns weight / sqrt(in-degree of target * mean degree), sums of the relation's weights.
+    """Returns weight / sqrt(in-degree of target * mean degree), [E].
 
-    GCN (Kipf and Welling 2017) has the source's out-degree in place of the mean, so that the loss
-    of a node would count the less for each neighbour, the more it has.
+    The degrees are sums of the weights of a relation. GCN (Kipf and Welling 2017) uses the
+    out-degree of the source instead of the mean degree. The knock-out of a node with many
+    neighbours would then have less effect on each of them.
     """
     mean = relation.bincount(weight)[relation] / num_nodes
     target = relation * num_nodes + target

@@ -1,4 +1,4 @@
-"""Masked copies of the graph, for layers with values for each edge, and as the reference.
+"""Masked copies of the graph: for layers with values for each edge, and as the reference.
 
 Shapes: N nodes, H channels, B samples in the batch.
 """
@@ -14,11 +14,11 @@ from mask import Samples, SharedGraph, num_samples
 
 
 class CopiedGraph:
-    """B block-diagonal copies of a graph for a batch, which sum as `SharedGraph` does.
+    """B block-diagonal copies of a graph for a batch, with the methods of `SharedGraph`.
 
-    A node sends its state times its level. A dead edge is a loop at a spare node, number B * N: to
-    leave it out, the host would wait for the GPU. This is the reference for the shared route, and
-    the one for layers that need per-edge values.
+    A node sends its state times its level. A dead edge becomes a self-loop at a spare node, number
+    B * N, because the host would have to wait for the GPU to remove it. This is the reference for
+    message_passing=shared, and the base for layers that need a value for each edge.
     """
 
     def __init__(self, graph: SharedGraph, batch: Data):
@@ -28,8 +28,8 @@ class CopiedGraph:
         weights = graph.by_relation(graph.edge_weight)
         self.weights = [weight.repeat(self.num_samples) for weight in weights]
         copied = graph.expand(batch)
-        # The next batch overwrites these masks. Autograd keeps none of them, as only the ends of
-        # edges are made of them, which have no gradient.
+        # The next batch overwrites these masks. Autograd does not keep them, because they are only
+        # used for edge indices, which have no gradient.
         alive = graph.reused_masks(batch)
         spare = self.num_samples * self.num_nodes
         self.edge_indices = [copied[name].where(alive[name], spare) for name in graph.relations]
@@ -39,13 +39,13 @@ class CopiedGraph:
         yield Samples(batch, 0, self.level.squeeze(-1))
 
     def propagate_from_one(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
-        """Returns `propagate` of states that are alike in all samples, [N, B, H] of x [N, 1, H]."""
+        """Returns `propagate` of x [N, 1, H], the same states in all samples, [N, B, H]."""
         return self.propagate(x, gate)
 
     def propagate(self, x: Tensor, gate: Tensor, level: Tensor | None = None) -> Tensor:
         """Returns the sum over relations r of gate_r * (A_r @ (level * x)), [N, B, H].
 
-        The copies know the levels of their nodes.
+        `level` is ignored, because the copies have the levels of their nodes.
         """
         copies = self.copy(x)
         sums = 0.0
@@ -56,15 +56,15 @@ class CopiedGraph:
         return self.by_node(sums)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Maps states [N, B, H], or [N, 1, H] alike in all samples, to what nodes send of them.
+        """Returns what the copies of nodes with states [N, B, H] or [N, 1, H] send, [B * N + 1, H].
 
-        That is [B * N + 1, H], sample-major, and the last is that of the spare node.
+        It is sample-major. The last row belongs to the spare node.
         """
         copies = (self.level * x).transpose(0, 1).flatten(0, 1)
         return nn.functional.pad(copies, (0, 0, 0, 1))
 
     def by_node(self, states: Tensor) -> Tensor:
-        """Maps states of the copies [B * N + 1, H] to [N, B, H]."""
+        """Returns states of the copies [B * N + 1, H] as [N, B, H]."""
         states = states.narrow(0, 0, self.num_samples * self.num_nodes)
         return states.view(self.num_samples, self.num_nodes, states.size(1)).transpose(0, 1)
 

@@ -1,7 +1,7 @@
-"""Sparse products, of the adjacency matrices of all relations at once, and what they save.
+"""Sparse products with the adjacency matrices of all relations at once.
 
-Shapes: N nodes, R relations, H channels, B samples in the batch, P perturbed nodes in the batch,
-b samples of it.
+Shapes: N nodes, R relations, H channels, B samples in the batch, P perturbed nodes in the batch, b
+samples of a block of the batch.
 """
 
 import warnings
@@ -12,23 +12,24 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 
-# torch warns once per process about sparse tensors, which users can do nothing about.
+# torch warns once per process about sparse tensors, but users cannot do anything about it.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
 
 
 class CSR(NamedTuple):
-    """A sparse matrix in compressed rows."""
+    """A sparse matrix with M rows in compressed row format."""
 
-    ptr: Tensor  # int [M + 1], where the entries of each row begin
+    ptr: Tensor  # int [M + 1], offset of the entries of each row
     col: Tensor  # int [entries]
     value: Tensor  # [entries]
 
 
 class RelationMatrix(NamedTuple):
-    """The matrices of R relations one below the other, [M, N]: all their rows, or those with edges.
+    """The adjacency matrices of R relations, stacked vertically, [M, N].
 
-    `relation` and `node` are those of the rows that are stored, long [M], or None for all R * N.
+    If only rows with edges are stored, `relation` and `node` are the relation and the node of each
+    row, long [M]. If all R * N rows are stored, both are None.
     """
 
     csr: CSR
@@ -37,13 +38,13 @@ class RelationMatrix(NamedTuple):
 
 
 class RelationStack(nn.Module):
-    """The A_r one below the other as a CSR matrix [R * N, N], and their transposes as another.
+    """The matrices A_r of all relations as one CSR matrix [R * N, N], and their transposes.
 
-    Of many relations with few edges, only the M rows that have any are stored, or the empty ones
-    would take nearly all of the time.
+    If few of the rows have edges, only these M rows are stored. Otherwise, empty rows would take
+    nearly all of the time.
     """
 
-    SPARSE = 0.5  # share of rows with edges below which the others are left out (measured)
+    SPARSE = 0.5  # below this share of rows with edges, empty rows are left out (measured)
 
     def __init__(
         self,
@@ -78,13 +79,13 @@ class RelationStack(nn.Module):
 
     @property
     def by_target(self) -> RelationMatrix:
-        """Row r * N + i has the edges of relation r that lead to node i."""
+        """A matrix whose row r * N + i has the edges of relation r that lead to node i."""
         csr = CSR(self.by_target_ptr, self.by_target_col, self.by_target_weight)
         return RelationMatrix(csr, self.by_target_relation, self.by_target_node)
 
     @property
     def by_source(self) -> RelationMatrix:
-        """Row r * N + i has the edges of relation r that leave node i."""
+        """A matrix whose row r * N + i has the edges of relation r that leave node i."""
         csr = CSR(self.by_source_ptr, self.by_source_col, self.by_source_weight)
         return RelationMatrix(csr, self.by_source_relation, self.by_source_node)
 
@@ -94,7 +95,7 @@ class RelationStack(nn.Module):
 
 
 class _Propagate(torch.autograd.Function):
-    """`RelationStack.forward`; autograd alone would keep the sums of each relation for gate."""
+    """Implements `RelationStack.forward`; plain autograd would store the sums of each relation."""
 
     @staticmethod
     def forward(
@@ -115,7 +116,7 @@ class _Propagate(torch.autograd.Function):
 
 
 def sum_relations(sums: Tensor, gate: Tensor, rows: RelationMatrix, num_nodes: int) -> Tensor:
-    """Returns the sum over relations of gate times sums, [N, B, H]; overwrites sums [M, B, H]."""
+    """Returns the sum over relations of gate * sums, [N, B, H]; overwrites sums [M, B, H]."""
     if rows.relation is None:
         sums = sums.view(len(gate), num_nodes, *sums.shape[1:])
         return sums.mul_(gate.view(len(gate), 1, 1, -1)).sum(0)
@@ -124,7 +125,7 @@ def sum_relations(sums: Tensor, gate: Tensor, rows: RelationMatrix, num_nodes: i
 
 
 def sum_products(sums: Tensor, x: Tensor, rows: RelationMatrix, num_relations: int) -> Tensor:
-    """Returns the sum over nodes and samples of x [N, B, H] times sums [M, B, H], [R, H]."""
+    """Returns the sum of x [N, B, H] * sums [M, B, H] over nodes and samples, [R, H]."""
     if rows.relation is None:
         return (sums.view(num_relations, *x.shape) * x).sum((1, 2))
     of_row = (sums * x.index_select(0, rows.node)).sum(1)
@@ -132,7 +133,7 @@ def sum_products(sums: Tensor, x: Tensor, rows: RelationMatrix, num_relations: i
 
 
 def sparse_product(matrix: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x, in the dtype of x."""
+    """Returns matrix @ x in the dtype of x."""
     ptr, col, value = matrix
     num_rows = ptr.numel() - 1
     if col.numel() == 0 or x.is_meta:
@@ -143,31 +144,34 @@ def sparse_product(matrix: CSR, x: Tensor) -> Tensor:
     size = (num_rows, x.size(0))
     csr = torch.sparse_csr_tensor(ptr, col, value, size, check_invariants=False)
     out = y.new_empty(num_rows, y.size(1))
-    # csr @ y would fill its result first, and autocast would lower the precision.
+    # `csr @ y` would first fill its result with zeros, and autocast would lower the precision.
     torch.addmm(out, csr, y.contiguous(), beta=0, out=out)
     return out.to(x.dtype)
 
 
 def _segment_product(matrix: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x with the same bits each time, unlike cuSPARSE."""
+    """Returns matrix @ x with reproducible bits, unlike cuSPARSE."""
     sums = []
-    for columns in x.split(64, dim=1):  # as it keeps all messages
+    for columns in x.split(64, dim=1):  # in blocks, because all messages of a block are stored
         messages = columns.index_select(0, matrix.col) * matrix.value.unsqueeze(1)
         sums.append(torch.segment_reduce(messages, "sum", offsets=matrix.ptr, initial=0))
     return torch.cat(sums, dim=1)
 
 
-# ---- Messages of the perturbed nodes alone, along the edges that leave them ----------------------
+# ---- Messages that only the perturbed nodes send -------------------------------------------------
 class Samples(NamedTuple):
-    """Some consecutive samples of a batch."""
+    """A block of consecutive samples of a batch."""
 
     batch: Data
-    first: int  # the number of the first of them
-    level: Tensor  # of each node, 1 if intact and 0 if dead, [N, b]
+    first: int  # index of its first sample in the batch
+    level: Tensor  # level of each node, 1 if intact and 0 if dead, [N, b]
 
 
 def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
-    """Returns which perturbed nodes are these samples', and how many edges leave them, if known."""
+    """Returns the slice of these samples' perturbed nodes, and the number of their out-edges.
+
+    The number may be an upper bound. It is None if it is not known on the host.
+    """
     batch, first, level = samples
     bound = batch.get("num_out_edges")
     if bound is not None and level.size(1) == batch.perturbed_ptr.numel() - 1:
@@ -182,11 +186,12 @@ def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
 def messages_of_perturbed(
     x: Tensor, gate: Tensor, samples: Samples, out_ptr: Tensor, by_source: CSR
 ) -> tuple[Tensor, Tensor]:
-    """Returns the places of the states that messages reach, [M], and the messages, [M, H].
+    """Returns the targets [M] and the values [M, H] of the perturbed nodes' changed messages.
 
-    Places are those in the states [N * b]. A message is what a perturbed node, whose state is a row
-    of x [N, H], sends along an edge, less what it sends at level 1. `out_ptr` is that of
-    `SharedGraph`, and so is the matrix. For a part of a batch without `starts`, a GPU's host waits.
+    A target is an index of the states [N * b]. A value is the message that a perturbed node, with
+    its state in x [N, H], sends along an edge, minus its message at level 1. `out_ptr` is that of
+    `SharedGraph`, and `by_source` is the matrix of its stack. For a block of a batch without
+    `starts`, the host waits for the GPU.
     """
     batch = samples.batch
     size = samples.level.size(1)
@@ -200,14 +205,15 @@ def messages_of_perturbed(
     change = (batch.level[nodes] - 1).to(x.dtype).unsqueeze(1) * x.index_select(0, perturbed)
     sent = (change.unsqueeze(1) * gate).flatten(0, 1)  # [P * R, H]
 
-    # Segment k * R + r holds the edges of relation r that leave perturbed node number k. The
-    # last one is what is left up to the bound: zeros, sent along any edges.
+    # Segment k * R + r holds the edges of relation r that leave perturbed node number k. The last
+    # segment fills the rest up to the bound with zero messages along arbitrary edges.
     number = torch.arange(int(length.sum()) if bound is None else bound, device=x.device)
     end = length.cumsum(0)
     segment = torch.searchsorted(end, number, right=True)
     sent = nn.functional.pad(sent, (0, 0, 0, 1))
     sample = nn.functional.pad(sample, (0, 1))
-    first = nn.functional.pad(start - end + length, (0, 1))  # edge less number
+    # Offset of the edge relative to its number.
+    first = nn.functional.pad(start - end + length, (0, 1))
     _, col, weight = by_source
     edge = (number + first.index_select(0, segment)).remainder(max(1, len(col)))
     node = col.index_select(0, edge).long()

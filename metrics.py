@@ -1,11 +1,11 @@
-"""Metrics: each is one vectorised function of y and predictions, with a value for each target.
+"""Metrics: vectorised functions of y and predictions, with one value for each target.
 
-To log another one, write a function and add it to `METRICS`. It takes y [n, T], nan where a score
-is missing, predictions [n, T], and the rows' weight, [n, 1] or 1, by which rows count. It returns
-[T], nan where it is undefined.
+To log a further metric, write a function and add it to `METRICS`. It takes y [n, T], which is nan
+if a score is missing, the predictions [n, T], and the weights of the rows, [n, 1] or 1. It returns
+[T], nan where the metric is undefined.
 
-Behind these three, it may take what `Criterion.predictions` has beside the score, by its name, such
-as `sd`, [n, T]. It is left out for a loss that does not predict it, and for rivals.
+Further parameters may name other entries of `Criterion.predictions`, such as `sd` [n, T]. Such a
+metric is left out for rivals, and for losses that do not predict these entries.
 
 Shapes: n rows of T targets.
 """
@@ -20,19 +20,20 @@ from torch import Tensor
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns the mean over rows of values [n, T] by weight [n, T]: [T], nan where all are 0."""
+    """Returns the mean of values [n, T] over rows, with weights [n, T]: [T], nan if all are 0."""
     return (values * weight).sum(dim=0) / weight.sum(dim=0)
 
 
 def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns the mean and the standard deviation of values [n, T] over rows, [T] each.
 
-    Values that are nan do not count; others count by their `weight`, [n, T]. A standard deviation
-    that would be 0 is 1.
+    Values that are nan are ignored; the others have the given weights [n, T]. A standard deviation
+    of 0 is replaced by 1.
     """
     present = ~values.isnan()
     weight = (weight * present).to(values.dtype)
-    middle = values.nanmedian(dim=0).values  # so that the mean of equal values is exact
+    # Subtracted first, so that the mean of equal values is exact.
+    middle = values.nanmedian(dim=0).values
     mean = middle + weighted_mean((values - middle).where(present, 0.0), weight)
     std = weighted_mean((values - mean).where(present, 0.0).square(), weight).sqrt()
     largest = values.nan_to_num().abs().amax(dim=0)
@@ -40,23 +41,23 @@ def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, 
 
 
 def effective_share(weight: Tensor) -> Tensor:
-    """Returns the effective number of rows (Kish 1965), as a share of those with a weight, [T].
+    """Returns the effective number of rows (Kish 1965), as a share of the rows with a weight, [T].
 
-    It is 1 for equal weights [n, T], and small where a few rows have nearly all the weight. The
-    weights of the others are small then, and so must be the penalties.
+    It is 1 for equal weights [n, T], and small if a few rows have nearly all of the weight. All
+    other weights are then small, so penalties must be small, too.
     """
     effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
     return effective / (weight > 0).sum(dim=0)
 
 
 def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns (values - mean) / standard deviation of values [n, T], over rows; nan stays."""
+    """Returns (values - mean) / standard deviation over rows, of values [n, T]; nan remains nan."""
     mean, std = mean_and_std(values, weight)
     return (values - mean) / std
 
 
 def mean_present(values: Tensor, y: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns the `weighted_mean` of the values [n, T] of scores that are there, of y [n, T]."""
+    """Returns the `weighted_mean` of values [n, T] over rows where y [n, T] is not missing, [T]."""
     present = ~y.isnan()
     return weighted_mean(values.where(present, 0.0), (weight * present).to(values.dtype))
 
@@ -76,8 +77,8 @@ def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
 def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns Pearson's r, [T].
 
-    It is nan where y is constant, so that no mean counts such a target. It is 0 where only the
-    prediction is constant, so that means of different predictions are over the same targets.
+    It is nan if y is constant, so that means over targets leave out such targets. It is 0 if only
+    the prediction is constant, so that means of different predictions include the same targets.
     """
     a = standardise(y, weight)
     b = standardise(prediction.where(~y.isnan(), math.nan), weight)
@@ -91,7 +92,8 @@ def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Ten
     return pearson(rank(y), rank(as_ranked(y, prediction)), weight)
 
 
-# All are logged beside the rivals'; the first is drawn and chooses best.pt. Larger is better.
+# All metrics are logged, and so are those of the rivals. The first one is drawn, and it chooses
+# best.pt. Larger must be better.
 METRICS = {
     "pearson": pearson,
 }
@@ -99,8 +101,11 @@ METRICS = {
 
 # ---- Ranks ---------------------------------------------------------------------------------------
 def rank(values: Tensor) -> Tensor:
-    """Returns each target's ranks from 1, float64 [n, T], of equal ones the mean; nan stays."""
-    columns = values.T.nan_to_num(math.inf).contiguous()  # nan comes last
+    """Returns the ranks of each target's values, from 1, float64 [n, T]; nan remains nan.
+
+    Equal values have the mean of their ranks.
+    """
+    columns = values.T.nan_to_num(math.inf).contiguous()  # nan is sorted to the end
     ordered, order = columns.sort(dim=1)
     smaller = torch.searchsorted(ordered, ordered)
     not_larger = torch.searchsorted(ordered, ordered, right=True)
@@ -110,10 +115,10 @@ def rank(values: Tensor) -> Tensor:
 
 
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns predictions for ranking, float32 [n, T]: less the mean of y, nan where y is missing.
+    """Returns predictions to rank, minus the mean of y, float32 [n, T]; nan where y is missing.
 
-    In float64, predictions that are equal but for rounding would get different ranks. Probabilities
-    of scores of 0 and 1 are ranked by their logits: many may lie next to 0.
+    In float64, predictions that are equal up to rounding would get different ranks. Probabilities
+    of scores of 0 and 1 are replaced by their logits, because many of them may be close to 0.
     """
     mean, _ = mean_and_std(y)
     is_binary = ((y == 0) | (y == 1) | y.isnan()).all(dim=0)
@@ -124,7 +129,10 @@ def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
 
 # ---- For the log and the best model --------------------------------------------------------------
 def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list[str]:
-    """Returns the names of parameters behind the weight without a default, but for some."""
+    """Returns the names of a metric's parameters after the weight, except those in `but`.
+
+    Parameters with a default are left out, too.
+    """
     parameters = list(inspect.signature(metric).parameters.values())[3:]
     names = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     return [name for name in names if name not in but]
@@ -133,7 +141,7 @@ def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list
 def apply(
     metric: Callable[..., Tensor], y: Tensor, predictions: dict[str, Tensor], weight: Tensor | float
 ) -> Tensor:
-    """Returns a metric of predictions [n, T] by name, `prediction` and what else it takes, [T]."""
+    """Returns the value of a metric, [T], given all predictions by name, [n, T] each."""
     outputs = {name: predictions[name] for name in outputs_of(metric)}
     return metric(y, predictions["prediction"], weight, **outputs)
 
@@ -145,7 +153,10 @@ def metrics_beside_rivals(
     weight: Tensor | float = 1.0,
     functions: dict[str, Callable[..., Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns each metric by name, by default `METRICS`, and each rival's as `<rival>_<name>`."""
+    """Returns the metrics of the model by name, and those of each rival as `<rival>_<name>`.
+
+    `functions` are the metrics by name, by default `METRICS`.
+    """
     sources = {"": predictions}
     for rival, prediction in rivals.items():
         sources[f"{rival}_"] = {"prediction": prediction}
@@ -158,18 +169,21 @@ def metrics_beside_rivals(
 
 
 def names_in(metrics: dict[str, Any]) -> list[str]:
-    """Returns the names of those of `METRICS` that are among the keys."""
+    """Returns the names of all `METRICS` that are among the keys."""
     return [name for name in METRICS if name in metrics]
 
 
 def first_metric(figures: Collection[str] | None = None) -> str:
-    """Returns the name of the metric that chooses the best model, or the first among figures."""
+    """Returns the name of the metric that chooses the best model: the first one of `METRICS`.
+
+    With `figures`, it is the first one that they include.
+    """
     names = (name for name in METRICS if figures is None or name in figures)
     return next(names, "pearson")
 
 
 def is_error(metric: Callable[..., Tensor]) -> bool:
-    """Returns whether a metric is smaller where predictions, and what else it takes, are better."""
+    """Returns whether a metric is an error: smaller for better predictions."""
     y = torch.tensor([[0.0], [1.0]] * 8, dtype=torch.float64)
     near = 0.1 + 0.8 * y
     names = ["prediction", *outputs_of(metric)]
@@ -180,10 +194,10 @@ def is_error(metric: Callable[..., Tensor]) -> bool:
 def quality(metrics: dict[str, Any]) -> tuple[float, float]:
     """Returns a sort key, larger is better: the first metric (0 if undefined), then minus the loss.
 
-    A loss that is nan is the worst. A first metric that is an error counts negative.
+    A loss that is nan is the worst. If the first metric is an error, its sign is changed.
     """
     name = first_metric()
-    value = metrics.get(name, -math.inf)  # as in a checkpoint from before an edit
+    value = metrics.get(name, -math.inf)  # missing in a checkpoint from before METRICS was edited
     if math.isnan(value):
         value = 0.0
     if name in metrics and is_error(METRICS[name]):
@@ -195,7 +209,7 @@ def quality(metrics: dict[str, Any]) -> tuple[float, float]:
 
 
 def metrics_text(metrics: dict[str, Any], rivals: Iterable[str]) -> str:
-    """Returns the loss and the metrics, each beside those of the rivals, as for the log."""
+    """Returns the loss and the metrics as text for the log, each metric followed by the rivals'."""
     text = f"loss {metrics['loss']:.4f}"
     for name in names_in(metrics):
         title = name.replace("_", " ").title()

@@ -1,14 +1,15 @@
-"""The knock-out GNN: a sum of terms, made of node states with and without the knocked-out nodes.
+"""The knock-out GNN: a sum of terms, which read node states with and without the knocked-out nodes.
 
-The *encoder* gives all nodes states on the intact graph, once for each batch: the *wild type*. The
-term *local* is a set function of the wild-type states of the knocked-out nodes. The term *knockout*
-runs the encoder's layers for every sample on the graph without its dead nodes, and reads how the
-states of the living nodes change. `KnockoutTask.build_model` puts the terms together. `record`,
-`has_plan` and `LayerStates` are there for a plan of batches alone: without, `record` is None.
+The *encoder* computes the states of all nodes on the intact graph, once for each batch: the *wild
+type*. The term *local* is a set function of the wild-type states of the knocked-out nodes. The term
+*knockout* runs the encoder's layers for every sample on the graph without its dead nodes, and reads
+how the states of the living nodes change. `KnockoutTask.build_model` assembles the terms. `record`,
+`has_plan` and `LayerStates` are used only for batches with a plan, an optional part of the
+template. Otherwise, `record` is None.
 
 Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
-targets of C columns each (see losses.py; those of a target lie together), K responses of a node to
-its level. Node states are node-major, [N, B, H]: one sparse product serves all samples at once.
+targets of C columns each (see losses.py; the columns of a target are adjacent), K effects of a
+node. Node states are node-major, [N, B, H]: one sparse product serves all samples at once.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch_geometric.data import Data
 
 from mask import LINEAR, Samples, SharedGraph, doses, sum_by_sample
 
-ON_COPIES = ("expanded",)  # values of message_passing for which the graph is copied
+ON_COPIES = ("expanded",)  # values of message_passing that copy the graph for each sample
 
 
 @dataclass(frozen=True)
@@ -42,25 +43,25 @@ class ModelConfig:
 
     @property
     def has_knockout_pass(self) -> bool:
-        """Whether states are computed without the knocked-out nodes, too."""
+        """Whether the model also computes the states of the graph without the knocked-out nodes."""
         return self.readout != "local"
 
     @property
     def has_local(self) -> bool:
-        """Whether the states of the knocked-out nodes are read."""
+        """Whether the model reads the wild-type states of the knocked-out nodes."""
         return self.readout in ("local", "both")
 
     @property
     def has_pairs(self) -> bool:
-        """Whether what the knocked-out nodes have in common is read, too."""
+        """Whether the model also reads features of pairs of knocked-out nodes."""
         return self.pairs and self.has_local
 
 
 class LayerStates(NamedTuple):
-    """What a layer makes of states that are alike in all samples, each [N, 1, H]."""
+    """States of one layer that are the same in all samples, [N, 1, H] each."""
 
     x: Tensor  # states before the layer
-    h: Tensor  # what the nodes send
+    h: Tensor  # the normalised states that the nodes send
     update: Tensor  # gelu of this is added to x
     after: Tensor  # states after the layer
 
@@ -68,35 +69,39 @@ class LayerStates(NamedTuple):
 class Draws(NamedTuple):
     """The random masks and factors of a training step; all True and 1 in evaluation."""
 
-    is_shown: Tensor  # whether a node's identity and effect, and its slope are not hidden, [2, N]
-    node_dropout: Tensor  # factors of the nodes' states, [N, H], the same in both passes
-    row_dropout: Tensor  # factors of what the readouts know of each sample, [B, H]
+    # False where a node's identity and effect (row 0) or its slope (row 1) are hidden, bool [2, N]
+    is_shown: Tensor
+    node_dropout: Tensor  # dropout factors of the nodes' states, [N, H], the same in both passes
+    row_dropout: Tensor  # dropout factors of each sample's features in the readouts, [B, H]
 
 
 class WildType(NamedTuple):
-    """The pass on the intact graph, B = 1."""
+    """The result of the pass on the intact graph, with B = 1."""
 
-    encoder: "Encoder"  # whose pass it is
-    x: Tensor  # the nodes' identities, the states before the first layer, [N, 1, H]
-    sent: Tensor  # what the nodes send in the first layer, before its norm, [N, 1, H]
-    layers: list[LayerStates]  # of a batch with a plan
+    encoder: "Encoder"  # the encoder that computed it
+    x: Tensor  # the nodes' identities: their states before the first layer, [N, 1, H]
+    sent: Tensor  # what the nodes send in the first layer, before normalisation, [N, 1, H]
+    layers: list[LayerStates]  # one per layer if the batch has a plan, otherwise empty
     final: Tensor  # normalised states after the last layer, [N, 1, H]
     draws: Draws
-    kept: dict[str, Tensor]  # "hidden", which the term local leaves to the term pairs behind it
+    # Results that a term stores for a later one: "hidden", from local for pairs.
+    kept: dict[str, Tensor]
 
 
 class KnockoutGNN(nn.Module):
     """Predicts the effect of each sample's knock-outs, in standard deviations from the mean.
 
-    It is the sum of `terms`, modules that map the graph, the `WildType`, the `dose` of perturbed
-    nodes and the batch to [B, T * C]. Each starts at 0, but for what is known without the graph.
-    Only the order of local and pairs matters: what the nodes share is a further input of local's
-    MLP. Normalisation is per node, so a prediction never depends on the other samples of its batch.
+    The output is the sum of `terms`: modules that map the graph, the `WildType`, the doses of the
+    perturbed nodes and the batch to [B, T * C]. All terms except the baseline are 0 at the start of
+    training. Their order does not matter, except that pairs must follow local, because it adds an
+    input to local's MLP. Normalisation is per node, so a prediction never depends on the other
+    samples of its batch.
 
     Args:
-        unseen: share of nodes whose own identity and effect a training step hides, so that the
-            model learns to predict nodes that no training row knocks out; none if dropout is 0.
-        basis: of which `mask.doses` each response of a node is the sum, [3, K].
+        unseen: the fraction of nodes whose own identity and effect are hidden in a training step,
+            so that the model learns to predict nodes that no training row knocks out. Nothing is
+            hidden if dropout is 0.
+        basis: maps the three `mask.doses` of a level to the K doses of a node's effects, [3, K].
     """
 
     def __init__(
@@ -115,12 +120,12 @@ class KnockoutGNN(nn.Module):
         self.num_columns = num_columns
         self.register_buffer("basis", basis.clone())
         self.encoder = Encoder(config, num_nodes, num_relations, num_features)
-        self.terms = nn.ModuleDict()  # a new one is added behind all others
+        self.terms = nn.ModuleDict()  # a new term is added after all others
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns outputs [B, T * C]; raises `RuntimeError` if the batch is on another device.
+        """Returns outputs [B, T * C]; raises `RuntimeError` if the batch is on a different device.
 
-        In training, all that is random follows from `batch.seed`, a long tensor, and `batch.index`.
+        In training, all random numbers follow from `batch.seed`, a long tensor, and `batch.index`.
         """
         output = sum(self.parts(graph, batch).values())
         return output.to(self.encoder.norm.weight.dtype)
@@ -132,17 +137,17 @@ class KnockoutGNN(nn.Module):
         return {name: term(graph, wild, dose, batch) for name, term in self.terms.items()}
 
     def dose(self, wild: WildType, batch: Data) -> Tensor:
-        """Returns how far perturbed nodes are from intact, in the ways they respond, [P, K]."""
+        """Returns the K doses of each perturbed node, which are 0 for an intact one, [P, K]."""
         return (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
 
     def wild_type(self, graph: SharedGraph, batch: Data) -> WildType:
-        """Returns the pass on the intact graph; raises as `forward` does."""
+        """Returns the pass on the intact graph; raises `RuntimeError` as `forward` does."""
         graph.check(batch)
         draws = self.draw(graph, batch)
         return self.encoder(graph, draws, has_plan="plan" in batch)
 
     def draw(self, graph: SharedGraph, batch: Data) -> Draws:
-        """Returns all that is random, drawn at once, by node and by row of the table."""
+        """Returns the random masks and factors of a step, drawn by node and by row of the table."""
         num_nodes = graph.num_nodes
         hidden = self.config.hidden
         rate = self.config.dropout if self.training else 0.0
@@ -153,14 +158,14 @@ class KnockoutGNN(nn.Module):
         else:
             numbers = torch.ones(len(key), hidden + 2, device=graph.device)
         for_dropout, for_hiding = numbers.tensor_split([hidden], 1)
-        # The slope is the baseline's. Were it never hidden, it would leave the graph little to
-        # explain of unseen nodes.
+        # The baseline's slope is hidden, too. Otherwise, it would explain most of an unseen node's
+        # effect, and the graph would learn little about such nodes.
         is_shown = for_hiding.narrow(0, 0, num_nodes).t() >= self.unseen
         factors = for_dropout.ge_(rate).div_(1 - rate)
         return Draws(is_shown, *factors.tensor_split([num_nodes]))
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of the parameters without weight decay: vectors, and the baseline's."""
+        """Returns the names of the parameters without weight decay: vectors and the baseline."""
         names = set()
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1 or name.startswith("terms.without_graph."):
@@ -169,12 +174,12 @@ class KnockoutGNN(nn.Module):
 
 
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
-    """Returns `width` numbers in [0, 1] for each key, float32 [K, width], given keys, long [K].
+    """Returns `width` random numbers in [0, 1] for each long key, float32 [K, width].
 
-    A number is a function of the seed, the key and its column, the same on any device. They are
-    mixed in the way of SplitMix64 (Steele, Lea and Flood 2014), with its first factor each time.
+    Each number is a function of seed, key and column, and is the same on all devices. The bits are
+    mixed as in SplitMix64 (Steele, Lea and Flood 2014), but always with its first multiplier.
     """
-    golden = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
+    golden = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
     x = (seed + key.unsqueeze(1)) * golden + torch.arange(width, device=key.device)
     for _ in range(2):
         x ^= x >> 32
@@ -184,26 +189,29 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
 
 # ---- Layers --------------------------------------------------------------------------------------
 class Encoder(nn.Module):
-    """Embeddings and layers, which give all nodes a state."""
+    """Embeddings and graph layers, which compute a state for each node."""
 
     def __init__(self, config: ModelConfig, num_nodes: int, num_relations: int, num_features: int):
         super().__init__()
         self.config = config
         hidden = config.hidden
         if config.embedding:
-            self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))  # sent in the first layer
-            self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))  # the states before it
-        self.project = None  # features add to both
+            # What a node sends in the first layer.
+            self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))
+            # The state of a node before the first layer.
+            self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))
+        self.project = None  # node features are projected and added to both
         if num_features:
             self.project = nn.Linear(num_features, 2 * hidden, bias=False)
         self.first = FirstConv(hidden, num_relations)
         layers = [KnockoutConv(hidden, num_relations) for _ in range(config.layers - 1)]
         self.layers = nn.ModuleList(layers)
-        # From differences of states alone, a bias would only learn rounding errors.
+        # With readout=global, only differences of states are read: a bias cancels and would learn
+        # only rounding errors.
         self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
 
     def forward(self, graph: SharedGraph, draws: Draws, has_plan: bool) -> WildType:
-        """Returns the pass on the intact graph, for a plan with the states of each layer."""
+        """Returns the pass on the intact graph; with a plan, also the states of each layer."""
         x, sent = self.embed(graph, draws)
         graph = self.living(graph)
         layers = []
@@ -214,7 +222,7 @@ class Encoder(nn.Module):
         return WildType(self, x, sent, layers, self.norm(states), draws, kept={})
 
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Returns the nodes' identities, and what they send in the first layer, [N, 1, H] each."""
+        """Returns the nodes' identities and what they send in the first layer, [N, 1, H] each."""
         if self.config.embedding:
             x = self.identity * draws.is_shown.select(0, 0).unsqueeze(1)
             sent = self.embedding
@@ -227,16 +235,20 @@ class Encoder(nn.Module):
         return x.unsqueeze(1), (sent * draws.node_dropout).unsqueeze(1)
 
     def living(self, graph: SharedGraph, batch: Data | None = None) -> Any:
-        """Returns the graph, or its copies for a batch, by default one intact sample."""
+        """Returns the graph, or one copy of it for each sample if message_passing requires copies.
+
+        Without a batch, there is one intact sample.
+        """
         if self.config.message_passing not in ON_COPIES:
             return graph
-        from mask_copies import CopiedGraph, intact_batch  # a part, which need not be here
+        from mask_copies import CopiedGraph, intact_batch  # an optional part
 
         return CopiedGraph(graph, intact_batch(graph.device) if batch is None else batch)
 
     def checkpointed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Calls `function`, whose activations model.checkpointing recomputes in backward."""
-        # Or gradients of the same low-precision copy of a weight add up over all calls.
+        """Calls `function`; model.checkpointing recomputes its activations in backward."""
+        # Otherwise, autocast reuses one low-precision copy of each weight in all calls, and its
+        # gradient is summed in low precision.
         torch.clear_autocast_cache()
         if self.config.checkpointing and self.training:
             return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -246,20 +258,22 @@ class Encoder(nn.Module):
 class KnockoutConv(nn.Module):
     """x + gelu(root(h) + out(scale * sum of weight * gate_relation * h_source)), with h = norm(x).
 
-    The sum is over the living edges that lead to a node. It is a relational graph convolution whose
-    messages are the source's h times a vector of the relation (CompGCN, Vashishth et al. 2020,
-    arXiv:1911.03082). The root term is not masked: nothing reads the states of dead nodes.
+    The sum is over the living edges that lead to a node. This is a relational graph convolution
+    whose messages are the h of the source times a vector of the relation (CompGCN, Vashishth et al.
+    2020, arXiv:1911.03082). The root term is not masked, because nothing reads the states of dead
+    nodes.
     """
 
-    # With normalised weights the sums are small: 0.2 for one of yeast's relations, where h has a
-    # standard deviation of 1. Scaling makes neighbours outweigh a node's own embedding, which
+    # With normalised weights, the sums are small: 0.2 for one of yeast's relations, where h has a
+    # standard deviation of 1. With this factor, neighbours outweigh a node's own embedding, which
     # carries no information about other nodes.
     SCALE = 10.0
 
     def __init__(self, hidden: int, num_relations: int):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        nn.init.normal_(self.norm.bias.data[: hidden // 8], std=0.3)  # they count living neighbours
+        # Constant channels, whose sums count the living neighbours.
+        nn.init.normal_(self.norm.bias.data[: hidden // 8], std=0.3)
         self.root = nn.Linear(hidden, hidden)
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
@@ -277,12 +291,13 @@ class KnockoutConv(nn.Module):
         """
         h = self.norm(x)
         root = self.root(h)
-        sums = graph.propagate(h, self.SCALE * self.gate, level)  # over the living edges
+        sums = graph.propagate(h, self.SCALE * self.gate, level)
         return self.add(x, h, root + self.out(sums), record)
 
     def add(self, x: Tensor, h: Tensor, update: Tensor, record: list | None) -> Tensor:
-        """Returns x + gelu(update), and records all of them."""
-        update = update.to(x.dtype)  # sparse gradients do not add up in half
+        """Returns x + gelu(update), and appends all states of the layer to `record`."""
+        # Gradients of sparse products must not be summed in half precision.
+        update = update.to(x.dtype)
         after = x + nn.functional.gelu(update)
         if record is not None:
             record.append(LayerStates(x, h, update, after))
@@ -290,11 +305,11 @@ class KnockoutConv(nn.Module):
 
 
 class FirstConv(KnockoutConv):
-    """The first layer, which all samples enter with the same states.
+    """The first layer, whose input states are the same in all samples.
 
-    What the nodes send is the norm h of their embedding. The root term takes x, the nodes'
-    identities, which for a node that no training row knocks out are learnt only from what it sends
-    to others in later layers.
+    Nodes send their normalised embedding, h. The root term uses x, the identities of the nodes. The
+    identity of a node that no training row knocks out is learnt only from the messages that the
+    node sends in later layers.
     """
 
     def forward(
@@ -311,7 +326,7 @@ class FirstConv(KnockoutConv):
         """
         h = self.norm(sent)
         root = self.root(x)
-        sums = graph.propagate_from_one(h, self.SCALE * self.gate, samples)  # over the living edges
+        sums = graph.propagate_from_one(h, self.SCALE * self.gate, samples)
         return self.add(x, h, root + self.out(sums), record)
 
 
@@ -319,9 +334,10 @@ class FirstConv(KnockoutConv):
 class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of perturbed nodes.
 
-    A node has features for each of its responses, which count times the doses. It adds a weighted
-    product per pair of nodes (a factorisation machine, Rendle 2010) and an MLP of the summed node
-    and pair features. Both start at zero.
+    A node has a feature vector for each of its K effects; they are multiplied by the doses and
+    summed. The term is a weighted product of each pair of nodes (a factorisation machine, Rendle
+    2010) plus an MLP of the summed features of nodes and pairs. Both are 0 at the start of
+    training.
     """
 
     def __init__(self, hidden: int, num_outputs: int, num_effects: int = 1):
@@ -339,7 +355,7 @@ class LocalReadout(nn.Module):
         return self.pair(pairs) + self.read(hidden)
 
     def inputs(self, wild: WildType, dose: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
-        """Returns the products of pairs and what the MLP's first layer gives, [B, 2H] each."""
+        """Returns the products of pairs, summed, and the MLP's first-layer values, [B, 2H] each."""
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
         of_responses = self.embed(states * factors).unflatten(1, (dose.size(1), -1))
@@ -352,21 +368,24 @@ class LocalReadout(nn.Module):
         return pairs, self.head[0](features.flatten(start_dim=1))
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Returns the MLP's output [B, T * C], given its first layer's values [B, 2H]."""
+        """Returns the MLP's output [B, T * C], given the values of its first layer, [B, 2H]."""
         return self.head[1:](hidden)
 
 
 class KnockoutTerm(nn.Module):
-    """What the changes of the living nodes' states add, by two methods of a subclass.
+    """Base class of terms that read the changes of the living nodes' states.
 
-    The changes are those of the states after the encoder's layers. `pool` sums up those of some
-    samples, as `GlobalReadout.pool` does, and `read` maps what it returns of all samples to the
-    term, [B, T * C].
+    These are the changes after the encoder's last layer. A subclass has two methods: `pool` sums
+    the changes of some samples over the nodes, as `GlobalReadout.pool` does, and `read` maps the
+    pooled changes of all samples to the term, [B, T * C].
     """
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
-        """Returns the term, [B, T * C], of few samples at a time, which stay in cache."""
-        if "plan" in batch:  # a faster way to the same numbers
+        """Returns the term, [B, T * C].
+
+        Without a plan, it is computed for a few samples at a time, whose states fit in the cache.
+        """
+        if "plan" in batch:  # a faster method with the same result
             return self.read(batch.plan.pooled(self, graph, wild), wild, batch)
         living = wild.encoder.living(graph, batch)
         blocks = []
@@ -375,7 +394,7 @@ class KnockoutTerm(nn.Module):
         return self.read(torch.cat(blocks), wild, batch)
 
     def pooled(self, graph: SharedGraph, samples: Samples, wild: WildType) -> Tensor:
-        """Returns the changes of the states of b samples, pooled by `pool`, [b, width]."""
+        """Returns the pooled changes of the states of b samples, [b, width]."""
         encoder = wild.encoder
         x = encoder.first(wild.x, wild.sent, graph, samples)  # [N, b, H]
         for conv in encoder.layers:
@@ -393,17 +412,17 @@ class GlobalReadout(KnockoutTerm):
         self.head = readout_head(hidden, hidden, num_outputs)
 
     def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Sums the changes [N, b, H] of the nodes that are `alive` [N, b], to [b, H]."""
+        """Returns the changes [N, b, H] summed over the nodes that are `alive` [N, b], [b, H]."""
         return (change * alive.unsqueeze(-1)).sum(0)
 
     def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Maps the sums of all samples, [B, H], to [B, T * C]."""
-        features = torch.asinh(self.scale * pooled)  # as thousands of neighbours add up
+        """Returns the term [B, T * C], given the sums of all samples, [B, H]."""
+        features = torch.asinh(self.scale * pooled)  # compresses sums over thousands of neighbours
         return self.head(features * wild.draws.row_dropout)
 
 
 def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Returns an MLP from [B, inputs] to [B, outputs] whose outputs start at zero."""
+    """Returns an MLP from [B, inputs] to [B, outputs], whose outputs start at 0."""
     last = nn.Linear(2 * hidden, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)

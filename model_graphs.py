@@ -1,12 +1,12 @@
 """Training steps of fixed shape, whose forward and backward pass a GPU replays as CUDA graphs.
 
-An eager step takes a GPU's host some 20 ms, whatever its size, to launch hundreds of kernels;
-captured once, they are launched together. `FixedShape` gives all full batches of a rank the same
-shapes, `GraphedModel` replays the model for these, and calls it for all others. `GraphedUpdate`
-replays the optimiser's part. A replay repeats what Python did while it was captured, so
-`first_difference` compares both passes before the first step.
+In an eager step, the host needs about 20 ms, whatever its size, to launch hundreds of kernels.
+After capture, they are launched together. `FixedShape` gives all full batches of a rank the same
+shapes. `GraphedModel` replays the model for these batches, and calls it for all others.
+`GraphedUpdate` replays the optimiser's part of the step. A replay repeats what Python did during
+capture; `first_difference` therefore compares replayed and eager passes before the first step.
 
-A copy can do without this file, with model.cuda_graphs=false.
+This part is optional: a copy with model.cuda_graphs=false does not need this file.
 
 Shapes: B samples with P perturbed nodes in a batch, n rows in the tables.
 """
@@ -32,22 +32,24 @@ from mask import SharedGraph, num_samples
 log = logging.getLogger("model_graphs")
 
 NOT_INPUTS = ("y", "weight")  # tensors of a batch that only the loss reads
-SHARE_OF_MEMORY = 0.1  # of what is free, the most that messages of a fixed shape take
+# Largest share of the free memory that the messages of a fixed shape may take.
+SHARE_OF_MEMORY = 0.1
 
-# Gradients are added up on the stream on which the first were captured; torch waits where it must.
+# Gradients are accumulated on the stream on which the first ones were captured; torch waits where
+# necessary.
 warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
 def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
-    """Captures training steps on a GPU, and returns what they are made of.
+    """Captures training steps on a GPU; returns the components of captured steps.
 
-    Where that is not possible on all ranks, steps stay eager, and the note says why. Parameters,
-    buffers and torch's generators stay as they are. Every rank calls it.
+    If this is not possible on all ranks, steps remain eager, and the note gives the reason.
+    Parameters, buffers and torch's generators are not changed. All ranks call it.
 
     Args:
-        step_parts: the `train.StepParts` of the model itself, before DDP wraps it.
+        step_parts: the `train.StepParts` of the model before DDP wraps it.
         state: the `TrainState` of that model.
-        task: a `task.KnockoutTask`, whose dataset and loss are those of training.
+        task: a `task.KnockoutTask` with the dataset and the loss of training.
         sampler: the `data_loader.StepSampler` of the training batches.
         ddp: this rank's `ddp_setup.Distributed`.
     """
@@ -66,7 +68,8 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
         padded = [dataset.__getitems__(rows).to(ddp.device) for rows in rows_of_batches]
         with ddp.phase("capturing"), undone(model, ddp.device_ids or []):
             graphed, obstacle = try_to_capture(model, task, batches, padded)
-    obstacle = next(filter(None, ddp.gather(obstacle)), "")  # a rank alone would be in other steps
+    # All ranks must make the same kind of steps.
+    obstacle = next(filter(None, ddp.gather(obstacle)), "")
     if obstacle:
         return step_parts._replace(note=f"; no CUDA graphs, because {obstacle}")
     update = GraphedUpdate(step_parts.update, state)
@@ -74,7 +77,7 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
 
 
 def obstacle_of_options(task: Any) -> str:
-    """Returns the reason for which options do without CUDA graphs, "" if there is none."""
+    """Returns the reason why the options exclude CUDA graphs, "" if there is none."""
     options = task.config.model
     if getattr(task.dataset, "out_degree", None) is None:
         return "batches have no field starts"
@@ -90,10 +93,10 @@ def obstacle_of_options(task: Any) -> str:
 # ---- Batches of fixed shape ----------------------------------------------------------------------
 @dataclass
 class FixedShape:
-    """Pads the perturbed nodes of a full batch to the most that any B of the rows have.
+    """Pads the perturbed nodes of a full batch to the largest number that any B rows have.
 
-    Padding are nodes at level 1 that their sample does not perturb: they change nothing. It is the
-    `transform` of a dataset.
+    Padding consists of nodes at level 1 that their sample does not perturb, so it changes nothing.
+    This is the `transform` of a dataset.
     """
 
     num_samples: int  # B
@@ -102,7 +105,7 @@ class FixedShape:
 
     @classmethod
     def of_rows(cls, dataset: Any, rows: Tensor, size: int) -> "FixedShape":
-        """Returns the shape of all batches of `size` of these rows of a `data.KnockoutDataset`."""
+        """Returns the shape for all batches of `size` of these rows of a `data.KnockoutDataset`."""
         tables = dataset.tables
         count = tables.perturbed_ptr.diff()
         edges = torch.zeros_like(count)
@@ -111,12 +114,12 @@ class FixedShape:
         return cls(size, *(int(values.sum()) for values in largest))
 
     def __call__(self, batch: Data) -> "Data | PackedBatch":
-        """Returns a full batch padded and packed; others stay as they are."""
+        """Returns a full batch padded and packed; other batches are returned unchanged."""
         missing = self.num_perturbed - len(batch.perturbed)
         is_larger = missing < 0 or batch.starts[1, -1] > self.num_out_edges
         if num_samples(batch) != self.num_samples or is_larger:
             return batch
-        # If no sample had an intact node, nothing would be missing.
+        # A node is missing, so at least one sample has an intact node.
         sample = int(batch.perturbed_ptr.diff().argmin())
         first, last = batch.perturbed_ptr[sample : sample + 2].tolist()
         perturbed = set(batch.perturbed[first:last].tolist())
@@ -128,12 +131,13 @@ class FixedShape:
 
 
 class PackedBatch:
-    """A batch on its way to a device, as one tensor, which is pinned and moved at once."""
+    """A batch packed into one tensor, which is pinned and moved to a device at once."""
 
     def __init__(self, batch: Data):
         fields = batch.to_dict()
         names = [name for name, value in fields.items() if isinstance(value, Tensor)]
-        # The widest numbers first, as a number lies at a multiple of its size.
+        # The widest numbers come first, because each number must be aligned to a multiple of its
+        # size.
         names.sort(key=lambda name: fields[name].element_size(), reverse=True)
         tensors = {name: fields.pop(name) for name in names}
         self.packed = torch.cat([value.flatten().view(torch.uint8) for value in tensors.values()])
@@ -145,7 +149,7 @@ class PackedBatch:
         return self
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Data:
-        """Returns the batch on a device."""
+        """Returns the unpacked batch on a device."""
         batch = Data(**self.others)
         packed = self.packed.to(device, non_blocking=non_blocking)
         sizes = [dtype.itemsize * shape.numel() for _, dtype, shape in self.parts]
@@ -155,7 +159,7 @@ class PackedBatch:
 
 
 def obstacle_of_shape(shape: FixedShape, task: Any, ddp: Any) -> str:
-    """Returns the reason for which batches of a fixed shape are not captured, else ""."""
+    """Returns the reason why batches of a fixed shape are not captured, "" if there is none."""
     options = task.config.model
     states = task.graph.edge_weight.new_empty(task.graph.num_nodes, options.hidden)
     if options.has_knockout_pass and task.graph.samples_at_once(states) < shape.num_samples:
@@ -170,10 +174,10 @@ def obstacle_of_shape(shape: FixedShape, task: Any, ddp: Any) -> str:
 
 # ---- Graphs --------------------------------------------------------------------------------------
 class GraphedModel(nn.Module):
-    """Holds a model, and replays its forward and backward pass for batches like one, in training.
+    """Holds a model; in training, replays its passes for batches with the captured shapes.
 
-    For other batches, without gradients, and once a parameter or buffer is no longer as it was
-    captured, it calls the model.
+    It calls the model for other batches, without gradients, and after a parameter or buffer has
+    been moved, frozen or unfrozen.
     """
 
     def __init__(self, model: nn.Module, graph: SharedGraph, batch: Data):
@@ -187,16 +191,16 @@ class GraphedModel(nn.Module):
         self.num_out_edges = batch.num_out_edges
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = [torch.zeros_like(parameter) for parameter in self.trained]
-        # A walk through the model in each step would take five times as long.
+        # Stored, because walking through the model in each step would take five times as long.
         self.holders = [module._parameters for module in model.modules()]
         self.holders += [module._buffers for module in model.modules()]
         self.captured = self.places()
         flat = FlatModel(model, graph, list(inputs), self.num_out_edges)
         make_graphed_callables(flat, tuple(inputs.values()), allow_unused_input=True)
-        self.replay = [flat]  # in a list, so that it is no submodule
+        self.replay = [flat]  # in a list, so that it is not registered as a submodule
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns predictions as the model does, in memory of their own."""
+        """Returns the model's predictions, in memory that the next replay does not overwrite."""
         in_training = self.model.training and torch.is_grad_enabled()
         if not (in_training and self.fits(batch) and self.is_as_captured()):
             return self.model(graph, batch)
@@ -205,15 +209,15 @@ class GraphedModel(nn.Module):
         return replay(*(batch[name] for name in self.shapes)).clone()
 
     def fits(self, batch: Data) -> bool:
-        """Returns whether a batch has the fields and shapes of the one that was captured."""
+        """Returns whether a batch has the fields and shapes of the captured one."""
         fields = batch.to_dict()
         shapes = {name: fields[name].shape for name in self.shapes if name in fields}
         return shapes == self.shapes and batch.get("num_out_edges") == self.num_out_edges
 
     def is_as_captured(self) -> bool:
-        """Returns whether parameters and buffers are where a replay finds them, and as trained.
+        """Returns whether addresses and requires_grad of parameters and buffers are as captured.
 
-        Once they are not, it says so in the log, and the answer stays no.
+        After the first difference, which is logged, it always returns False.
         """
         if self.captured and self.captured != self.places():
             self.captured = []
@@ -223,11 +227,11 @@ class GraphedModel(nn.Module):
             )
             for parameter in self.model.parameters():
                 if not parameter.requires_grad:
-                    parameter.grad = None  # or the optimiser would go on to change it
+                    parameter.grad = None  # otherwise, the optimiser would continue to change it
         return bool(self.captured)
 
     def places(self) -> list[tuple[int, bool]]:
-        """Returns where parameters and buffers lie, and whether they are trained."""
+        """Returns the address of each parameter and buffer, and whether it is trained."""
         places = []
         for holder in self.holders:
             for tensor in holder.values():
@@ -236,8 +240,8 @@ class GraphedModel(nn.Module):
         return places
 
     def _provide_gradients(self) -> None:
-        # A parameter without a gradient would take the graph's own, which the next replay
-        # overwrites, where it should be added to.
+        # The first backward pass would set a missing gradient to the graph's own tensor, which the
+        # next replay overwrites instead of adding to it.
         added = []
         for parameter, gradient in zip(self.trained, self.gradients, strict=True):
             if parameter.grad is None:
@@ -248,12 +252,12 @@ class GraphedModel(nn.Module):
 
 
 class FlatModel(nn.Module):
-    """The model as a function of the tensors of a batch alone."""
+    """The model as a function of only the tensors of a batch."""
 
     def __init__(self, model: nn.Module, graph: SharedGraph, names: Sequence[str], num_edges: int):
         super().__init__()
         self.model = model
-        self.graph = [graph]  # in a list, so that it is no submodule
+        self.graph = [graph]  # in a list, so that it is not registered as a submodule
         self.names = names
         self.num_edges = num_edges
 
@@ -263,20 +267,21 @@ class FlatModel(nn.Module):
 
 
 class GraphedUpdate:
-    """Replays, as a CUDA graph, what a step does with its gradients.
+    """Replays the optimiser's part of a step as a CUDA graph.
 
-    It is captured as soon as all tensors lie where they lay in the step before, and options are the
-    same, and replayed while this holds: DDP may move gradients. For optimisers other than fused
-    AdamW, for a scaled loss, and after a failed capture it calls the function.
+    It is captured as soon as all tensors have the same addresses as in the previous step and the
+    options are the same, and replayed while this holds, because DDP may move gradients. It calls
+    the function for optimisers other than fused AdamW, for a scaled loss, and after a failed
+    capture.
     """
 
     def __init__(self, update: Callable[..., Tensor], state: Any):
-        """`update(state, ...)` gets a `TrainState` and returns a tensor."""
+        """Takes a function `update(state, ...)` of a `TrainState` that returns a tensor."""
         optimizer = state.optimizer
         is_fused = type(optimizer) is AdamW and optimizer.defaults["fused"]
         self.can_capture = is_fused and not state.scaler.is_enabled()
         self.update = update
-        self.frozen = None  # what a replay takes for granted
+        self.frozen = None  # addresses and options that a replay depends on
         self.graph = None
 
     def __call__(self, state: Any, *arguments: Any) -> Tensor:
@@ -296,21 +301,21 @@ class GraphedUpdate:
         return self.result.clone()
 
     def _update_in_place(self, state: Any, *arguments: Any) -> Tensor:
-        """Calls the function; gradients, which it frees, become zeros where a replay finds them."""
+        """Calls the function; keeps the gradients, which it frees, and sets them to zero."""
         parameters = []
         for group in state.optimizer.param_groups:
             parameters += group["params"]
         gradients = [parameter.grad for parameter in parameters]
         try:
             result = self.update(state, *arguments)
-        finally:  # after a failed capture, the function is called again
+        finally:  # also on errors: after a failed capture, the function is called again
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
         torch._foreach_zero_([gradient for gradient in gradients if gradient is not None])
         return result
 
     def _capture(self, state: Any, *arguments: Any) -> None:
-        """Captures the function, which then reads the rates as tensors."""
+        """Captures the function, which then reads the learning rates as tensors."""
         groups = state.optimizer.param_groups
         lrs = [group["lr"] for group in groups]
         self.lrs = [group["params"][0].new_empty((), dtype=torch.float32) for group in groups]
@@ -320,7 +325,8 @@ class GraphedUpdate:
                 group.update(lr=lr, capturable=True)
             with (
                 undone_if_failed(self.lrs[0].device),
-                cuda_graph(graph, capture_error_mode="thread_local"),  # others may pin batches
+                # Another thread may be pinning batches.
+                cuda_graph(graph, capture_error_mode="thread_local"),
             ):
                 self.result = self._update_in_place(state, *arguments)
             self.graph = graph
@@ -333,7 +339,7 @@ class GraphedUpdate:
 
 
 def options_and_places(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns options but the rate, and where parameters, gradients and their state lie."""
+    """Returns all options except the rate, and the addresses of parameters, gradients and state."""
     found = []
     for group in optimizer.param_groups:
         found += [value for name, value in group.items() if name not in ("params", "lr")]
@@ -343,12 +349,12 @@ def options_and_places(optimizer: torch.optim.Optimizer) -> list[Any]:
     return found
 
 
-# ---- Proof ---------------------------------------------------------------------------------------
+# ---- Verification --------------------------------------------------------------------------------
 @contextmanager
 def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
-    """After the block, a model's tensors and mode, and torch's generators, are as before.
+    """Restores a model's tensors and mode, and torch's generators, after the block.
 
-    It has no gradients. `devices` are the GPUs whose generators are meant.
+    It deletes the gradients. `devices` are the GPUs whose generators are restored.
     """
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -367,10 +373,10 @@ def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
 def try_to_capture(
     model: nn.Module, task: Any, batches: Sequence[Data], padded: Sequence[Data]
 ) -> tuple[GraphedModel | None, str]:
-    """Returns a graphed model for padded batches, and an obstacle to its use, or "".
+    """Returns a graphed model for padded batches, and the obstacle to using it, "" if none.
 
-    `batches` are the same without padding. Parameters get noise, as parts that start at zero would
-    hide a difference.
+    `batches` are the same batches without padding. Noise is added to the parameters, because terms
+    that start at zero would hide a difference.
     """
     optim = task.config.optim
     low = optim.autocast_dtype
@@ -396,16 +402,18 @@ def try_to_capture(
 
 def reason(error: Exception) -> str:
     """Returns the reason of a failed capture as a text."""
-    cause = error.__context__ or error  # as to end the capture then fails, too
+    # The original error, because ending the capture then fails, too.
+    cause = error.__context__ or error
     text = str(cause).partition("\n")[0]
     return f"{type(cause).__name__}: {text}"
 
 
 @contextmanager
 def undone_if_failed(device: torch.device) -> Iterator[None]:
-    """Lets a GPU compute and draw as before after a capture that failed in the block.
+    """If a capture fails in the block, restores the GPU's stream and generator.
 
-    It leaves its own stream and, in torch 2.11, a generator that still waits for its end.
+    torch would leave its own stream active and, in torch 2.11, a generator that still waits for the
+    end of the capture.
     """
     if device.type != "cuda":
         yield
@@ -427,9 +435,9 @@ def first_difference(
     batches: Sequence[Data],
     padded: Sequence[Data],
 ) -> str:
-    """Returns a sentence on a loss or gradient that differs by hand and by graph, or "".
+    """Returns a message about the first loss or gradient that differs with CUDA graphs, or "".
 
-    By graph, batches are padded.
+    With CUDA graphs, the batches are padded.
     """
     tolerance = torch.finfo(task.config.optim.autocast_dtype or task.config.optim.dtype).eps ** 0.5
     for batch, padded_batch in zip(batches, padded, strict=True):
@@ -448,7 +456,7 @@ def first_difference(
 
 
 def describe_difference(name: str) -> str:
-    """Warns of what padding changes or a replay has frozen; returns the obstacle."""
+    """Logs a warning about a difference that padding or a replay causes; returns the obstacle."""
     log.warning(
         f"note      with CUDA graphs, {name} of a batch differs from that of an eager step: a "
         "replay repeats what the model drew, counted or decided in Python during capture, and "
@@ -460,9 +468,9 @@ def describe_difference(name: str) -> str:
 def loss_and_gradients(
     function: nn.Module, model: nn.Module, task: Any, batch: Data
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of a batch, and the gradient of each trained parameter, by its name.
+    """Returns the loss of a batch, and the gradient of each trained parameter by its name.
 
-    `function` is the model, or holds it. Layers that draw from torch's generators draw the same
+    `function` is the model or contains it. Layers that use torch's generators draw the same numbers
     each time. Raises `ValueError` for a parameter without a gradient.
     """
     model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""The readout `nodes`, for scores that are effects on nodes: each is read from that node's state.
+"""The readout `nodes`: if each score is the effect on a node, it is read from that node's state.
 
 Shapes: N nodes, B samples with P perturbed nodes, T targets, H hidden channels.
 """
@@ -15,11 +15,12 @@ from model import KnockoutTerm, WildType
 
 
 class NodeReadout(KnockoutTerm):
-    """The effect on each target node, from how that node's own state changes.
+    """The effect on each target node, computed from the change of that node's own state.
 
-    An effect is a sum over channels of a function of the change, 0 for no change, weighted by a
-    function of the node's wild-type state. To a target that is itself perturbed, and has no state
-    if it is deleted, adds 1 - level times a function of its wild-type state. Both start at zero.
+    An effect is a sum over channels: a function of the change, which is 0 for no change, weighted
+    with a function of the node's wild-type state. If the target itself is perturbed, 1 - level
+    times another function of its wild-type state is added. Deleted targets have no state of their
+    own. Both terms are 0 at the start of training.
 
     Args:
         target_nodes: the node of each target, long [T].
@@ -37,18 +38,19 @@ class NodeReadout(KnockoutTerm):
         self.register_buffer("target_nodes", target_nodes)
 
     def effect(self, change: Tensor, wild_type: Tensor) -> Tensor:
-        """Maps changes and wild-type states, [..., H], to the effects on these nodes, [...]."""
+        """Returns the effects on nodes, [...], given their changes and wild types, [..., H]."""
         response = nn.functional.gelu(self.change(change))
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
     def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Returns the effects [b, N], given all changes [N, b, H]; those on dead nodes are 0."""
+        """Returns the effects [b, N], given all changes [N, b, H]; effects on dead nodes are 0."""
         return (self.effect(change * wild.draws.node_dropout.unsqueeze(1), wild.final) * alive).T
 
     def pool_reached(self, change: Tensor, before: Tensor, block: Any, wild: WildType) -> Tensor:
-        """Returns the same, given the S states that change alone, as `model_reach.py` asks for.
+        """Returns the effects [b, N], given only the S states that change.
 
-        They change by `change` from `before`, [S, H] each, in the samples of a `ReachBlock`.
+        This method is for `model_reach.py`. The states are `before` in the wild type and change by
+        `change`, [S, H] each, in the samples of a `ReachBlock`.
         """
         last = block.layers[-1]
         change = change * wild.draws.node_dropout.index_select(0, last.node)
@@ -56,9 +58,9 @@ class NodeReadout(KnockoutTerm):
         return none.index_put((last.sample, last.node), self.effect(change, before))
 
     def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Returns the effects on the targets, [B, T], of those on all nodes, [B, N].
+        """Returns the effects on the targets, [B, T], given those on all nodes, [B, N].
 
-        To these adds that of a node's own level on itself.
+        It adds the direct effects of the perturbed nodes on themselves.
         """
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         direct = ((1 - batch.level) * self.dead(states).squeeze(1)).to(pooled.dtype)
@@ -68,7 +70,7 @@ class NodeReadout(KnockoutTerm):
 
 
 def node_readout(task: Any) -> NodeReadout:
-    """Returns the readout of the model of a `KnockoutTask`; raises `UserError`."""
+    """Returns the readout for the model of a `KnockoutTask`; raises `UserError`."""
     columns = task.criterion.columns
     if len(columns) > 1:
         raise UserError(
@@ -80,7 +82,7 @@ def node_readout(task: Any) -> NodeReadout:
 
 
 def target_nodes(tables: Tables) -> Tensor:
-    """Returns the node of each target, long [T]; raises `DataError` if one is no node."""
+    """Returns the node of each target, long [T]; raises `DataError` if a target is not a node."""
     number = {gene: node for node, gene in enumerate(tables.genes)}
     others = [name for name in tables.targets if name not in number]
     if others:

@@ -1,8 +1,8 @@
-"""What two nodes of a graph have in common: features of pairs, which states of nodes cannot tell.
+"""Features of pairs of nodes: what two nodes have in common, which their states do not contain.
 
-Message passing gives each node a state of its own, and so cannot count the neighbours that two
-nodes share (Zhang et al. 2021, arXiv:2010.16103). `PairIndex` counts them, by each relation and by
-all together; docs/adapting.md has the formulas.
+Message passing computes a state for each node separately, and therefore cannot count the neighbours
+that two nodes share (Zhang et al. 2021, arXiv:2010.16103). `PairIndex` counts them, for each
+relation and for all relations together. docs/adapting.md has the formulas.
 
 Shapes: N nodes, R relations (the last may be all together), M entries, Q pairs, B samples, P
 perturbed nodes in the batch, F features.
@@ -28,25 +28,27 @@ from run_progress import progress_bar
 
 log = logging.getLogger("model_pairs")
 
-# The features of a pair by each relation; the last four are of relations whose edges have
-# directions.
+# The features of a pair for each relation. `DIRECTED` are only computed for relations whose edges
+# have directions.
 FEATURES = ("edge", "common neighbours", "cosine", "Adamic-Adar")
 DIRECTED = ("edges both ways", "common targets", "common sources", "paths of two")
-MOST_RELATIONS = 64  # of more, only all together have features
+MOST_RELATIONS = 64  # with more relations, only all together have features
 TOGETHER = "all relations"
-AT_ONCE = 2**20  # pairs and looked up neighbours, which take some 100 MB
+AT_ONCE = 2**20  # pairs and neighbours that are looked up at once; they take about 100 MB
 ROWS_AT_ONCE = 1024
-MOST_ROWS = 100_000  # of training, that the units of features are computed from
-MOST_BYTES = 2**31  # of the features of all rows, of which more are computed with each batch
-LEAST_DEVIATION = 1e-6  # of a feature that varies, in units of its size: more than rounding
+MOST_ROWS = 100_000  # training rows from which the units of features are computed
+# Largest size of the features of all rows; beyond it, they are computed with each batch.
+MOST_BYTES = 2**31
+# Smallest relative deviation of a feature that varies; larger than rounding errors.
+LEAST_DEVIATION = 1e-6
 
 
 class PairIndex(nn.Module):
-    """The neighbours of each node by each relation, in which shared ones are looked up.
+    """The neighbours of each node in each relation, in which shared neighbours are looked up.
 
-    An *entry* is a node, a relation and a neighbour, to which an edge leads or from which one
-    comes. A node with a self-loop is its own neighbour; weights of duplicate edges add up. Entries
-    are sorted, those of a node lie together, and each is found by its key.
+    An *entry* is a node, a relation and a neighbour: an edge leads to the neighbour or comes from
+    it. A node with a self-loop is its own neighbour, and the weights of duplicate edges are added.
+    Entries are sorted by their key, so that the entries of a node are adjacent.
 
     Args:
         edge_index, relation, weight: of all edges, long [2, E], long [E] and positive [E].
@@ -93,9 +95,9 @@ class PairIndex(nn.Module):
         self._buffer("relation", row % len(self.relations))
         self._buffer("ptr", index2ptr(row // len(self.relations), self.num_nodes))
         self._buffer("is_sent", sent > 0)  # whether an edge leads to the neighbour
-        self._buffer("is_received", received > 0)  # whether one comes from it
+        self._buffer("is_received", received > 0)  # whether an edge comes from it
         self._buffer("weight", torch.maximum(sent, received))
-        # Of each node by each relation: the number of neighbours, and the length of their weights.
+        # For each node and relation: the number of its neighbours, and the norm of their weights.
         size = self.num_nodes * len(self.relations)
         degree = row.bincount(minlength=size)
         length = scatter(self.weight.square(), row, dim_size=size).sqrt()
@@ -118,10 +120,10 @@ class PairIndex(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     def of_samples(self, batch: Data, dtype: torch.dtype = torch.double) -> Tensor:
-        """Returns the sum over the pairs of each sample of their features, [B, F].
+        """Returns the sums of the features over the pairs of each sample, [B, F].
 
-        A pair counts by the product of its nodes' 1 - level. A sample of one node has no pairs, and
-        only zeros. Sums are computed in double precision.
+        A pair is weighted with the product of its nodes' 1 - level. A sample of one node has no
+        pairs, so its sums are 0. They are computed in double precision.
         """
         sample, pair, factor = pairs_of_samples(batch)
         total = torch.zeros(num_samples(batch), len(self.names), dtype=torch.double)
@@ -135,7 +137,7 @@ class PairIndex(nn.Module):
         return total.to(dtype)
 
     def in_pieces(self, pair: Tensor) -> tuple[Tensor, ...]:
-        """Returns pairs of nodes, long [2, Q], in pieces whose features fit in memory at once."""
+        """Splits pairs of nodes, long [2, Q], into pieces whose features fit in memory at once."""
         num_entries = self.ptr.diff()[pair]
         piece = (num_entries.amin(dim=0) + 1).cumsum(0) // AT_ONCE
         return pair.split(piece.bincount().tolist(), dim=1)
@@ -148,7 +150,8 @@ class PairIndex(nn.Module):
         fewer = first.where(has_fewer, second)
         more = second.where(has_fewer, first)
 
-        # Each entry of the node with fewer, and where the other node has the same neighbour.
+        # Each entry of the node with fewer entries, and the position of the other node's entry for
+        # the same neighbour.
         size = num_entries[fewer]
         pair = torch.repeat_interleave(size)
         first_entry = self.ptr[fewer] - size.cumsum(0) + size
@@ -175,11 +178,11 @@ class PairIndex(nn.Module):
         return features.view(len(first), width).index_select(1, self.columns)
 
     def of_shared(self, entry: Tensor, other: Tensor) -> Tensor:
-        """Returns the addends of M shared neighbours, float64 [M, 6], given both nodes' entries.
+        """Returns the summands of M shared neighbours, float64 [M, 6], given both nodes' entries.
 
-        Each counts as a neighbour, by the product of the weights, by 1 / log degree (Adamic and
-        Adar 2003), as a target of both, as a source of both, and on a path of two from one to the
-        other.
+        The columns are: 1; the product of the weights; 1 / log degree (Adamic and Adar 2003);
+        whether it is a target of both; whether it is a source of both; and the number of paths of
+        two from one node to the other.
         """
         degree = self.degree[self.neighbour[entry], self.relation[entry]].double()
         is_sent = self.is_sent[entry]
@@ -202,14 +205,14 @@ class PairIndex(nn.Module):
 
 
 def pairs_of_samples(batch: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns all pairs in the samples of a batch, sample by sample.
+    """Returns all pairs in the samples of a batch, sorted by sample.
 
-    Of each, that is its sample, long [Q], its two nodes, long [2, Q], and by what it counts, the
-    product of these nodes' 1 - level, float64 [Q].
+    It returns the sample of each pair, long [Q], its two nodes, long [2, Q], and its weight, the
+    product of its nodes' 1 - level, float64 [Q].
     """
     position = torch.arange(len(batch.perturbed), device=batch.perturbed.device)
     num_later = batch.perturbed_ptr[1:][batch.perturbed_batch] - 1 - position
-    num_later = num_later.clamp(min=0)  # behind all samples, padding may follow, which has no pairs
+    num_later = num_later.clamp(min=0)  # padding may follow the last sample, but has no pairs
     first = torch.repeat_interleave(num_later)
     number = torch.arange(len(first), device=first.device)
     second = number - (num_later.cumsum(0) - num_later)[first] + first + 1
@@ -219,7 +222,7 @@ def pairs_of_samples(batch: Data) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pair_index(graph: SharedGraph) -> PairIndex:
-    """Returns the `PairIndex` of a graph, which keeps it, on the graph's device."""
+    """Returns the `PairIndex` of a graph, on its device; it is stored in the graph."""
     if not hasattr(graph, "pairs"):
         relation = torch.repeat_interleave(graph.edge_counts)
         names = [name for _, name, _ in graph.relations]
@@ -242,11 +245,11 @@ def pair_names(graph: SharedGraph) -> list[str]:
 def add_pair_features(
     dataset: KnockoutDataset, graph: SharedGraph, cache_dir: str, fingerprint: str
 ) -> None:
-    """Lets the batches of a dataset bring the features of their rows, in the graph's dtype.
+    """Makes the batches of a dataset contain the features of their rows, in the graph's dtype.
 
-    They are its column `pair_features`. Those of all rows are computed once, cached by a
-    fingerprint of the tables. If they do not fit in `MOST_BYTES`, the dataset computes them with
-    each batch on the CPU, as a model on a GPU would make the host wait.
+    They are its column `pair_features`. The features of all rows are computed once, and cached by a
+    fingerprint of the tables. If they do not fit in `MOST_BYTES`, the dataset computes them on the
+    CPU with each batch, because a model on a GPU would make the host wait.
     """
     index = pair_index(graph)
     dtype = graph.edge_weight.dtype
@@ -276,14 +279,14 @@ def add_pair_features(
 def batches_of(
     graph: SharedGraph, dataset: KnockoutDataset, rows: Tensor, name: str
 ) -> Iterator[Data]:
-    """Yields the batches of some rows, on the graph's device, without columns of the dataset."""
+    """Yields the batches of some rows, on the graph's device, without the dataset's columns."""
     alone = replace(dataset, transform=None, columns={})
     for some in progress_bar(rows.split(ROWS_AT_ONCE), f"{name}, {ROWS_AT_ONCE:,} rows at once"):
         yield alone.__getitems__(some).to(graph.device)
 
 
 def num_pairs(batch: Data) -> Tensor:
-    """Returns the number of pairs in each sample, which count as in `PairIndex.of_samples`, [B]."""
+    """Returns the weighted number of pairs in each sample, as in `PairIndex.of_samples`, [B]."""
     change = 1 - batch.level
     squares = sum_by_sample(change.square(), batch)
     return (sum_by_sample(change, batch).square() - squares) / 2
@@ -293,7 +296,7 @@ def load_units(
     graph: SharedGraph, dataset: KnockoutDataset, cache_dir: str, fingerprint: str
 ) -> Tensor:
     """Returns `units_of_pairs`, cached by a fingerprint of the tables."""
-    if not len(rows_of_units(dataset)):  # such as in a prediction, which has the units of its run
+    if not len(rows_of_units(dataset)):  # such as in predictions, which use the units of their run
         return units_of_pairs(graph, dataset)
 
     def compute() -> dict[str, Tensor]:
@@ -305,9 +308,10 @@ def load_units(
 def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     """Returns mean and scale of the features of pairs in training, float64 [2, F] on the CPU.
 
-    They are those of `rows_of_units`. The scale is 1 over the deviation of a row from as many
-    average pairs. It is 0 for a feature without deviation, whose weights training cannot tell. What
-    a batch brings of features does not count: in float32, constant ones deviate.
+    They are computed from `rows_of_units`. The mean is that of a pair. The scale is 1 over the
+    deviation of a row from the same number of average pairs, and 0 for a feature without deviation,
+    because its weights cannot be trained. The features are not taken from batches, because in
+    float32, constant features would deviate.
     """
     index = pair_index(graph)
     rows = rows_of_units(dataset)
@@ -328,7 +332,7 @@ def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
 
 
 def rows_of_units(dataset: KnockoutDataset) -> Tensor:
-    """Returns the training rows of several nodes, or evenly spaced ones of many, long [rows]."""
+    """Returns the training rows of several nodes, long [rows]; of many, evenly spaced ones."""
     rows = dataset.tables.rows("train")
     rows = rows[dataset.tables.perturbed_ptr.diff()[rows] > 1]
     return rows[:: len(rows) // MOST_ROWS + 1]
@@ -340,19 +344,19 @@ def root_mean_square(values: Tensor) -> Tensor:
 
 
 class PairTerm(nn.Module):
-    """What the perturbed nodes of a sample have in common, as a term of the model.
+    """The term of the model that reads what the perturbed nodes of a sample have in common.
 
-    It is a weighted sum of the features, which starts at zero, and what they change where they are
-    inputs of the local readout's MLP, too: an MLP of their own learns less (measured). It is 0 for
-    a sample without pairs. Features are centred and scaled by the training rows' `units_of_pairs`,
-    which the checkpoint keeps: without pairs, all are 0.
+    It is a weighted sum of the features, which is 0 at the start of training, plus the change of
+    the local readout's MLP when the features are added to its inputs. A separate MLP for the
+    features learns less (measured). The term is 0 for a sample without pairs. Features are centred
+    and scaled with the `units_of_pairs` of the training rows, which the checkpoint contains.
 
     Args:
         units: `units_of_pairs`, [2, F].
-        read: `LocalReadout.read`, which maps what its first layer gives, [B, 2H], to [B, T * C].
+        read: `LocalReadout.read`, which maps the values of its first layer, [B, 2H], to [B, T * C].
     """
 
-    LARGEST = 10.0  # as a few pairs of hubs have very much in common
+    LARGEST = 10.0  # limits the features, because a few pairs of hubs have very large ones
 
     def __init__(self, units: Tensor, hidden: int, num_outputs: int, read: Callable):
         super().__init__()
@@ -361,10 +365,12 @@ class PairTerm(nn.Module):
         self.linear = nn.Linear(num_features, num_outputs, bias=False)
         self.input = nn.Linear(num_features, 2 * hidden, bias=False)
         nn.init.zeros_(self.linear.weight)
-        # As in one layer of all the MLP's inputs: larger weights fit noise first (measured).
+        # The same bound as for one layer with all of the MLP's inputs: larger weights fit noise
+        # first (measured).
         bound = (4 * hidden + num_features) ** -0.5
         nn.init.uniform_(self.input.weight, -bound, bound)
-        self.read = read  # a method: the local readout's parameters are not this term's, too
+        # A method, so that the local readout's parameters are not registered here, too.
+        self.read = read
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C]."""
@@ -372,16 +378,16 @@ class PairTerm(nn.Module):
         return self.of_scaled(scaled, wild.kept["hidden"])
 
     def scaled(self, features: Tensor, number: Tensor) -> Tensor:
-        """Returns sums of the features of a number of pairs each, centred and scaled, [B, F]."""
+        """Returns sums of features, centred and scaled, [B, F], given the numbers of pairs [B]."""
         features = features.to(self.units.dtype)
         number = number.to(self.units.dtype).unsqueeze(1)
         mean, scale = self.units
         return (features - number * mean) * scale
 
     def of_scaled(self, scaled: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the term of `scaled` features, [B, T * C].
+        """Returns the term, [B, T * C], given `scaled` features.
 
-        `hidden` is what the MLP's first layer gives without them, [B, 2H].
+        `hidden` [B, 2H] are the values of the MLP's first layer without the features.
         """
         scaled = scaled.clamp(-self.LARGEST, self.LARGEST)
         change = self.read(hidden + self.input(scaled)) - self.read(hidden)
@@ -389,7 +395,7 @@ class PairTerm(nn.Module):
 
 
 def features_of(graph: SharedGraph, batch: Data) -> Tensor:
-    """Returns the features of a batch, [B, F], which it brings as `pair_features` or not."""
+    """Returns the features of a batch, [B, F]; computes them if it does not contain them."""
     if "pair_features" in batch:
         return batch.pair_features
     return pair_index(graph).of_samples(batch)

@@ -1,12 +1,14 @@
-"""The pass over the states that a batch's knock-outs change, in place of all; choice of route.
+"""Computes only the states that a batch's knock-outs change, and chooses the route.
 
-Most states do not differ from the intact graph's. `ReachPlanner` lists those that do, layer by
-layer, from the topology alone, and `ReachPlan.pooled` computes from these what
-`KnockoutTerm.pooled` does. `plan_route` decides whether that pays, `plan_fits` whether it may.
+Most states are the same as on the intact graph. `ReachPlanner` lists those that differ, layer by
+layer, from the topology only. `ReachPlan.pooled` then gives the same result as
+`KnockoutTerm.pooled`. `plan_route` decides whether a plan is faster, and `plan_fits` whether it is
+correct.
 
-A copy can do without this file: with model.message_passing=shared, all states are computed. It
-knows the layer `KnockoutConv` (see `update_of_reached`), `GlobalReadout` and readouts whose class
-has a method `pool_reached`; for another, the last states of all nodes are put together.
+This part is optional: a copy with model.message_passing=shared, which computes all states, does not
+need this file. It supports the layer `KnockoutConv` (see `update_of_reached`), `GlobalReadout`, and
+readouts whose class has a method `pool_reached`. For other readouts, the last states of all nodes
+are assembled.
 
 Shapes: N nodes, R relations, B samples with P perturbed nodes in the batch, H hidden channels.
 """
@@ -34,17 +36,18 @@ log = logging.getLogger("model_reach")
 
 # ---- Plans ---------------------------------------------------------------------------------------
 class ReachedStates(NamedTuple):
-    """Which S states differ from the intact graph's after one layer, in a block of samples.
+    """The S states that differ from the intact graph's after one layer, in a block of samples.
 
-    They are sorted by sample and node. The matrix [S, K + L] sums what the senders contribute to
-    them: the perturbed nodes, of whose states 1 - level is taken back, and after these the L states
-    that differed before the layer, sent times their level. Column k < K holds the out-edges of
-    `sender[k]` by `relation[k]`, column K + l state l itself.
+    They are sorted by sample and node. The matrix [S, K + L] sums the contributions of the senders
+    to them. The first senders are the perturbed nodes, whose messages are reduced by 1 - level
+    times their state. They are followed by the L states that differed before the layer, which are
+    sent times their level. Column k < K has the out-edges of `sender[k]` by `relation[k]`, and
+    column K + l has state l itself.
     """
 
     node: Tensor  # long [S]
-    sample: Tensor  # long [S], counted from the block's first sample
-    previous: Tensor  # long [L], where the states of the layer before stand among these
+    sample: Tensor  # long [S], relative to the block's first sample
+    previous: Tensor  # long [L], position of the previous layer's states among these
     sender: Tensor  # long [K]
     relation: Tensor  # long [K]
     matrix: CSR
@@ -52,9 +55,9 @@ class ReachedStates(NamedTuple):
 
 
 class ReachBlock(NamedTuple):
-    """Some consecutive samples of a batch: what they change in the first `len(layers)` layers."""
+    """Some consecutive samples of a batch, and the states that they change in the first layers."""
 
-    perturbed: Tensor  # and the next four as in a batch
+    perturbed: Tensor  # this and the next four are as in a batch
     perturbed_batch: Tensor
     perturbed_ptr: Tensor
     level: Tensor
@@ -72,10 +75,10 @@ class ReachPlan(NamedTuple):
     blocks: list[ReachBlock]
 
     def pooled(self, term: KnockoutTerm, graph: SharedGraph, wild: WildType) -> Tensor:
-        """Returns the pooled changes of all samples, [B, width], as `KnockoutTerm.pooled`.
+        """Returns the pooled changes of all samples, [B, width], as `KnockoutTerm.pooled` does.
 
-        In the layers that the plan covers, only states that change are computed; further layers run
-        on all nodes.
+        In the layers of the plan, only the states that change are computed. All later layers run on
+        all nodes.
         """
         encoder = wild.encoder
         pooled = []
@@ -94,15 +97,15 @@ class ReachPlan(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory for the states of a block, numbered sample * N + node.
+    """Reused memory for the states of a block, which are numbered sample * N + node.
 
-    Only entries of reached states are written, as most states are not. Those of `level` and
-    `is_reached` are set back before a next block uses them.
+    Only the entries of reached states are written, because most states are not reached. `level` and
+    `is_reached` are reset before the next block uses them.
     """
 
-    level: np.ndarray  # float64, 1 but in a block's plan
-    is_reached: np.ndarray  # bool, False but in the plan of a layer
-    row: np.ndarray  # int32, of reached states, in the plan of a layer
+    level: np.ndarray  # float64, 1 except while a block is planned
+    is_reached: np.ndarray  # bool, False except while a layer is planned
+    row: np.ndarray  # int32, index of each reached state while a layer is planned
 
     @classmethod
     def of_size(cls, num_states: int) -> "Scratch":
@@ -112,19 +115,22 @@ class Scratch(NamedTuple):
 
 
 class ReachPlanner:
-    """Finds the states that samples change, layer by layer, from the topology alone, on the CPU.
+    """Finds the states that samples change, layer by layer, from the topology only, on the CPU.
 
-    A layer changes the living out-neighbours of the perturbed nodes and of the nodes that the layer
-    before has changed. As the `transform` of a `data.KnockoutDataset` it adds `plan` to each
-    batch, a `ReachPlan`. A block's plan ends before the first layer that is cheaper on all
-    nodes.
+    A layer changes the living out-neighbours of the perturbed nodes and of the nodes that the
+    previous layer changed. As the `transform` of a `data.KnockoutDataset`, it adds `plan`, a
+    `ReachPlan`, to each batch. The plan of a block ends before the first layer that is faster on
+    all nodes.
     """
 
-    BLOCK = 32  # samples whose reached states stay in a core's cache; a GPU has fewer launches
-    STATES = 2**23  # in a block, on all nodes: with 32 channels, they take 1 GB
-    REACHED = 2**18  # of them: with 32 channels, 32 MB, the most that malloc keeps for another use
-    # A layer on all nodes costs as much as this share of all edges in a plan, and so many edges per
-    # node (measured).
+    # Samples of a block on a CPU, so that their reached states fit in a core's cache; larger blocks
+    # on a GPU need fewer launches.
+    BLOCK = 32
+    STATES = 2**23  # states of a block on all nodes; with 32 channels, they take 1 GB
+    # Reached states of a block; with 32 channels, 32 MB, the most that malloc keeps for reuse.
+    REACHED = 2**18
+    # A layer on all nodes takes as long as a plan with this share of all edges and this number of
+    # edges per node (measured).
     EDGE_SHARE = 0.04
     EDGES_PER_NODE = 13.0
 
@@ -134,7 +140,8 @@ class ReachPlanner:
         self.out_degree = graph.out_degree
         num_edges = sum(graph.num_edges.values())
         self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
-        # The edges sorted by source and, of each source, by relation: a group is those of both.
+        # The edges sorted by source and relation. A group has the edges with the same source and
+        # relation.
         source, target = graph.edge_index.cpu()
         num_relations = len(graph.relations)
         relation = torch.repeat_interleave(graph.edge_counts.cpu())
@@ -143,13 +150,14 @@ class ReachPlanner:
         self.weight = graph.edge_weight.cpu()[order]
         group, size = group.unique_consecutive(return_counts=True)
         self.group_relation = (group % num_relations).numpy()
-        self.group_ptr = cumsum(size).numpy()  # of edges
-        self.node_ptr = index2ptr(group // num_relations, self.num_nodes).numpy()  # of groups
+        self.group_ptr = cumsum(size).numpy()  # offsets of the edges
+        # Offsets of the groups.
+        self.node_ptr = index2ptr(group // num_relations, self.num_nodes).numpy()
         self.block = max(1, self.STATES // self.num_nodes)
         if graph.device.type == "cpu":
             self.block = min(self.BLOCK, self.block)
         self.num_states = self.block * self.num_nodes
-        self.scratch = []  # one, but while a batch is planned
+        self.scratch = []  # one `Scratch`, except while a batch is planned
 
     def __call__(self, batch: Data) -> Data:
         """Adds `plan` to a batch on the CPU, and returns it."""
@@ -158,7 +166,8 @@ class ReachPlanner:
 
     def plan(self, batch: Data) -> ReachPlan:
         """Returns the plan of a batch on the CPU, in blocks of samples."""
-        # An interrupted plan does not give it back: its entries may not be set back.
+        # If planning is interrupted, the memory is not returned, because it may not have been
+        # reset.
         scratch = self.scratch.pop() if self.scratch else Scratch.of_size(self.num_states)
         blocks = []
         for first in range(0, max(1, num_samples(batch)), self.block):
@@ -189,7 +198,7 @@ class ReachPlanner:
             sender = np.repeat(np.arange(len(senders)), last_group - first_group)
             group = ranges(first_group, last_group)
             factor = np.concatenate([1 - scratch.level[perturbed], scratch.level[reached]])
-            first_state = senders - sender_node  # of the same sample
+            first_state = senders - sender_node  # state of node 0 in the same sample
             previous = reached
             reached, *matrices = self._layer(
                 group, first_state[sender], factor[sender], previous, scratch
@@ -217,10 +226,10 @@ class ReachPlanner:
         previous: np.ndarray,
         scratch: Scratch,
     ) -> tuple[np.ndarray, CSR, CSR]:
-        """Returns the living states that edges reach, ascending, and matrix and transpose.
+        """Returns the living states that edges reach, in ascending order, and matrix and transpose.
 
         Column k has the edges of group[k] times factor[k], which lead to states of the sample whose
-        node 0 is first_state[k]. `previous` are the states that reach themselves.
+        node 0 is first_state[k]. The states `previous` also reach themselves.
         """
         first_edge = self.group_ptr[group]
         last_edge = self.group_ptr[group + 1]
@@ -237,15 +246,16 @@ class ReachPlanner:
         column = torch.from_numpy(np.concatenate([column, of_previous]))
         weight = torch.cat([weight, weight.new_ones(len(previous))])
 
-        # Marking states takes a third of sorting them, and gives them in ascending order, too.
+        # Marking states takes a third of the time of sorting them, and also gives them in ascending
+        # order.
         scratch.is_reached[target] = True
         reached = np.flatnonzero(scratch.is_reached)
         scratch.is_reached[reached] = False
         scratch.row[reached] = np.arange(len(reached))
 
         row = scratch.row[target]
-        # Of equal rows, the first comes first. Sorting distinct numbers takes half the time of a
-        # stable argsort.
+        # Equal rows keep their order. Sorting distinct keys takes half the time of a stable
+        # argsort.
         num_entries = len(row)
         key = row.astype(np.int64) * num_entries + np.arange(num_entries)
         order = torch.from_numpy(np.sort(key) % max(1, num_entries))
@@ -257,7 +267,7 @@ class ReachPlanner:
 
 
 def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Returns the numbers from first[i] to last[i] - 1 for each i, one after the other."""
+    """Returns the numbers from first[i] to last[i] - 1 for each i, concatenated."""
     length = last - first
     end = length.cumsum()
     return np.arange(length.sum()) + np.repeat(last - end, length)
@@ -265,12 +275,12 @@ def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 # ---- The pass ------------------------------------------------------------------------------------
 def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
-    """Returns the states that the block's knock-outs change, after the layers it plans, [S, H].
+    """Returns the states that the block's knock-outs change, after the planned layers, [S, H].
 
-    A layer's update is linear in h, so it is that of the intact graph plus what the changes of h
-    add; the h of a dead node, which sends nothing, changes to zero. Where a perturbed node has
-    another level, the plan scales its changes. It adds in place, as fresh memory costs more than
-    the sums.
+    The update of a layer is linear in h. It is therefore the intact graph's update plus the
+    contributions of the changes of h. A dead node sends nothing, so its h changes to zero. If a
+    perturbed node has a different level, the plan scales its change. Sums are computed in place,
+    because new memory costs more than the sums.
     """
     x = node = None
     layers = [wild.encoder.first, *wild.encoder.layers]
@@ -279,7 +289,7 @@ def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
         states = wild.layers[depth]
         x_before = select(wild, states.x, plan.node)
         if depth == 0:
-            change = -select(wild, states.h, block.perturbed)  # the dead send nothing
+            change = -select(wild, states.h, block.perturbed)  # dead nodes send nothing
         else:
             h_before = select(wild, states.h, torch.cat([block.perturbed, node]))
             h_perturbed, h_reached = h_before.tensor_split([len(block.perturbed)])
@@ -292,7 +302,7 @@ def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
 
 
 def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) -> Tensor:
-    """Maps changes of h [C, H] to those of the layer's update where they reach, [S, H]."""
+    """Returns the changes of the layer's update, [S, H], given the changes of h, [C, H]."""
     gate = (layer.SCALE * layer.gate).index_select(0, plan.relation)
     by_relation = layer.out(change.index_select(0, plan.sender) * gate)  # [K, H]
     _, change_of_reached = change.tensor_split([len(change) - len(plan.previous)])
@@ -301,12 +311,12 @@ def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) 
 
 
 def spmm(matrix: CSR, transpose: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x, in the dtype of x, for a sparse matrix given with its transpose."""
+    """Returns matrix @ x in the dtype of x, for a sparse matrix given with its transpose."""
     return _SparseProduct.apply(x, matrix, transpose)
 
 
 class _SparseProduct(torch.autograd.Function):
-    """`spmm`; autograd's own sparse product sorts the transpose in each backward pass."""
+    """Implements `spmm`; torch's own sparse product sorts the transpose in each backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, matrix: CSR, transpose: CSR) -> Tensor:
@@ -322,9 +332,9 @@ class _SparseProduct(torch.autograd.Function):
 def pool_all(
     term: KnockoutTerm, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
 ) -> Iterator[Tensor]:
-    """Yields what `KnockoutTerm.pooled` does of some samples of a block each, [b, width].
+    """Yields the result of `KnockoutTerm.pooled` for some samples of a block at a time, [b, width].
 
-    The layers that the plan leaves out run on all nodes, for as few samples at once as there.
+    The layers that are not planned run on all nodes, with as few samples at once as there.
     """
     depth = len(block.layers)
     encoder = wild.encoder
@@ -356,26 +366,27 @@ def pool_further(
 
 
 def select(wild: WildType, states: Tensor, node: Tensor) -> Tensor:
-    """Returns states[node], [S, H], of states [N, 1, H].
+    """Returns states[node], [S, H], given states [N, 1, H].
 
-    The gradient is sparse if that is smaller than a dense one, so that its cost does not follow N.
-    It is added to dense gradients from the rest of the wild-type pass; with the readout `global`,
-    the last states have none. The dense one of index_select takes less than half of embedding's
-    time on the CPU.
+    The gradient is sparse if that is smaller than a dense one, so that its cost does not depend on
+    N. It is added to dense gradients of the rest of the wild-type pass. With readout=global, the
+    last states have no such dense gradient. The dense gradient of index_select takes less than half
+    the time of embedding's on the CPU.
     """
     if wild.encoder.config.readout != "global" and len(node) < len(states):
         return nn.functional.embedding(node, states.squeeze(1), sparse=True)
     return states.squeeze(1).index_select(0, node)
 
 
-# ---- What readouts pool -------------------------------------------------------------------------
+# ---- Pooling of reached states -------------------------------------------------------------------
 @functools.cache
 def pool_of_reached(readout: type[KnockoutTerm]) -> Callable[..., Tensor] | None:
-    """Returns what does of the states that change what a readout's `pool` does of all, or None.
+    """Returns the function that pools only the states that change as a readout's `pool` does.
 
-    It is a function of the readout, the changes of these states [S, H], what they are on the intact
-    graph [S, H], their block and the wild type. One that a class inherits may not be the same as a
-    `pool` of its own. For None, a line in the log says, once, that the readout runs on all nodes.
+    It takes the readout, the changes of these states [S, H], their values on the intact graph
+    [S, H], their block and the wild type. An inherited `pool_reached` is not used, because it may
+    not fit the subclass's own `pool`. If there is none, this returns None, and logs once that the
+    readout runs on all nodes.
     """
     if readout is GlobalReadout:
         return sum_reached
@@ -391,9 +402,10 @@ def pool_of_reached(readout: type[KnockoutTerm]) -> Callable[..., Tensor] | None
 def sum_reached(
     readout: GlobalReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
 ) -> Tensor:
-    """Returns the same as `GlobalReadout.pool`, [B, H]."""
+    """Returns the same result as `GlobalReadout.pool`, [B, H]."""
     total = change.new_zeros(block.num_samples, change.size(1))
-    return total.index_add(0, block.layers[-1].sample, change)  # whose gradient is a copy
+    # The gradient of index_add is only a copy.
+    return total.index_add(0, block.layers[-1].sample, change)
 
 
 # ---- Choice of route -----------------------------------------------------------------------------
@@ -402,14 +414,15 @@ def plan_route(
 ) -> tuple[ReachPlanner | None, str]:
     """Returns the planner of batches for `message_passing`, and a line for the log.
 
-    `auto` takes `reach` if the plan of some hundred rows of the dataset covers more than the first
-    layer. `shared` plans that one, too: all samples enter it with the same states, so little of it
-    changes on any graph. A GPU finds these sooner by itself (measured): both plan nothing there.
+    `auto` uses `reach` if the plan of about a hundred rows of the dataset covers more than the
+    first layer. `shared` also plans the first layer, because all samples enter it with the same
+    states and it changes few of them on any graph. On a GPU, neither plans anything, because the
+    GPU finds these states faster (measured).
     """
     if graph.is_on_gpu and message_passing != "reach":
         return None, "shared"
     planner = ReachPlanner(graph, 1 if message_passing == "shared" else num_layers)
-    some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced
+    some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced rows
     blocks = planner.plan(dataset.__getitems__(some_rows)).blocks
     num_planned = min(len(block.layers) for block in blocks)
     if message_passing != "reach":
@@ -429,7 +442,7 @@ def plan_route(
 
 
 def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
-    """Returns whether the plan of a dataset's batches `is_exact`; if not, a note says so."""
+    """Returns whether the plan of a dataset's batches `is_exact`; logs a warning if it is not."""
     fits = is_exact(model, graph, dataset.__getitems__([0, 0, 0]), dataset.transform)
     if not fits:
         log.warning(
@@ -444,9 +457,9 @@ def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
 def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: ReachPlanner) -> bool:
     """Returns whether planned changes are the same as the model's own, for three samples.
 
-    They are not if an edited layer or readout is another function than the one above. The samples
-    are those of a batch on the CPU, with other perturbed nodes: some with edges to others. The
-    parameters are others, too, as those that start at zero would hide a difference.
+    They differ if an edited layer or readout computes a different function from this module. The
+    samples are those of a batch on the CPU, but with perturbed nodes that have out-edges. The
+    parameters are changed, because those that start at zero would hide a difference.
     """
     layers = [model.encoder.first, *model.encoder.layers]
     if any(type(layer) not in (FirstConv, KnockoutConv) for layer in layers):
@@ -454,7 +467,8 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     senders = graph.out_degree.argsort()[(graph.out_degree == 0).sum() :]
     if len(senders) == 0:
         return True
-    quartiles = torch.tensor([0.25, 0.5, 0.75]) * len(senders)  # neither few nor most edges
+    # Nodes with neither few nor most edges.
+    quartiles = torch.tensor([0.25, 0.5, 0.75]) * len(senders)
     batch.perturbed = senders[quartiles.long()]
     batch.perturbed_batch = torch.arange(3)
     batch.perturbed_ptr = torch.arange(4)
@@ -471,6 +485,6 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     planned = batch.plan.pooled(term, graph, wild)
     blocks = graph.in_blocks(batch, wild.final)
     expected = torch.cat([term.pooled(graph, samples, wild) for samples in blocks])
-    # Rounding of the states of thousands of nodes adds up.
+    # The rounding errors of thousands of nodes' states add up.
     tolerance = 1e-3 * (1 + expected.abs().amax())
     return bool((planned - expected).abs().amax() <= tolerance)

@@ -1,4 +1,4 @@
-"""The optimiser: parameter groups, learning rates, and which steps are skipped."""
+"""The optimiser: parameter groups, learning rates, and the steps that are skipped."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from ddp_setup import Distributed
 from errors import UserError
 from losses import LOSSES
 
-# dtype of parameters and optimiser, and of autocast (None: off)
+# dtype of the parameters and the optimiser, and dtype of autocast (None: no autocast)
 PRECISIONS = {
     "fp64": (torch.float64, None),
     "fp32": (torch.float32, None),
@@ -47,22 +47,23 @@ class OptimConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of parameters, graph and optimiser state."""
+        """The dtype of parameters, graph and optimiser state."""
         return PRECISIONS[self.precision][0]
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The type to which autocast lowers dense layers, None for no autocast."""
+        """The lower-precision dtype of dense layers under autocast; None: no autocast."""
         return PRECISIONS[self.precision][1]
 
 
 def build_optimizer(
     model: nn.Module, optim: OptimConfig, ddp: Distributed
 ) -> torch.optim.Optimizer:
-    """Returns AdamW, whose state `optim.zero` shards over ranks."""
+    """Returns AdamW; with `optim.zero`, its state is sharded over ranks."""
     groups = parameter_groups(model, optim)
     if optim.zero and ddp.is_distributed:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes half a second
+        # Imported only here, because it takes half a second.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=optim.lr, fused=True)
     return torch.optim.AdamW(groups, lr=optim.lr, fused=True)
@@ -71,15 +72,16 @@ def build_optimizer(
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Returns groups of parameters with the same learning rate and weight decay.
 
-    The rate is optim.lr times the value of the longest key of optim.lr_mult that the parameter's
-    name contains; one of 0 freezes it. A model's method `no_weight_decay` names the parameters
-    without weight decay, as in timm. Raises `UserError` for a key that no name contains, or if
-    nothing is left to train.
+    The learning rate is optim.lr times a factor from optim.lr_mult. If several of its keys are part
+    of the parameter's name, the longest one counts. A factor of 0 freezes the parameter. The
+    model's method `no_weight_decay`, if it has one, returns the names of the parameters without
+    weight decay, as in timm. Raises `UserError` if a key is not part of any name, or if no
+    parameter is left to train.
     """
     keys = sorted(optim.lr_mult, key=len)
     unused = set(keys)
     undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    groups = {}  # by multiplier and weight decay
+    groups = {}  # keys: factor of the learning rate, whether without weight decay
     for name, parameter in model.named_parameters():
         fitting = [key for key in keys if key in name]
         unused -= set(fitting)
@@ -100,7 +102,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
 
 
 def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Returns a step's factor of the peak rate: linear warm-up, then half a cosine to 0."""
+    """Returns the factor of the peak learning rate: linear warm-up, then half a cosine to 0."""
     warmup = max(1, round(optim.warmup * total_steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -109,20 +111,23 @@ def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Sets the groups' rates to a factor of their own; on a GPU in float32, as graphs read them."""
+    """Multiplies each group's initial learning rate by a factor.
+
+    On a GPU, the result is rounded to float32, as in CUDA graphs.
+    """
     for group in optimizer.param_groups:
         lr = factor * group.setdefault("initial_lr", group["lr"])
         group["lr"] = float(np.float32(lr)) if group["params"][0].is_cuda else lr
 
 
 def may_step(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
-    """Returns whether to call `optimizer.step`, which no gradient that is not finite may reach.
+    """Returns whether to call `optimizer.step`, which must not see non-finite gradients.
 
-    A fused optimiser is always called, and skips such a step on the device, without the host
-    waiting for the norm [].
+    A fused optimiser is always called. It skips such a step on the device, so that the host does
+    not wait for the norm, a scalar.
     """
-    inner = getattr(optimizer, "optim", optimizer)  # of ZeRO
+    inner = getattr(optimizer, "optim", optimizer)  # the optimiser that ZeRO wraps
     if getattr(inner, "_step_supports_amp_scaling", False):
-        inner.found_inf = (~grad_norm.isfinite()).float()  # as GradScaler tells it
+        inner.found_inf = (~grad_norm.isfinite()).float()  # as GradScaler does
         return True
     return bool(grad_norm.isfinite())

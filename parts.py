@@ -1,7 +1,8 @@
-"""The parts: what a copy can leave out, by deleting files and setting an option to its off value.
+"""The optional parts: files that a copy can delete after setting an option to its off value.
 
-No other line changes. The core imports no part at the top of a module, but inside the `if` of its
-option, or by `optional`. docs/adapting.md lists the parts; whatever is in none is the core.
+Nothing else needs to change, because the core does not import a part at the top of a module. It
+imports it inside the `if` of its option, or with `optional`. docs/adapting.md lists the parts;
+everything else is the core.
 """
 
 import importlib
@@ -13,7 +14,8 @@ from typing import Any
 from errors import UserError
 
 FOLDER = Path(__file__).parent.resolve()
-# An option, the module that it needs, its value without, and those that need it; (): all others.
+# An option, the module that it needs, its value without the module, and the values that need the
+# module; (): all other values.
 NEEDS = (
     ("model.start", "baseline", "mean", ()),
     ("model.pairs", "model_pairs", "false", ()),
@@ -27,22 +29,22 @@ NEEDS = (
 
 
 def optional(name: str) -> ModuleType | None:
-    """Returns a part's module, None where its file is gone.
+    """Returns the module of a part, None if its file has been deleted.
 
-    A package of this name elsewhere is no part. An error inside the module is raised.
+    A package with the same name elsewhere does not count. Errors inside the module are raised.
     """
     return importlib.import_module(name) if is_here(name) else None
 
 
 def is_here(name: str) -> bool:
-    """Returns whether a module lies beside this one."""
+    """Returns whether a module is in the same folder as this one."""
     return (FOLDER / f"{name}.py").exists()
 
 
 def check_parts(options: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an option, of {"section.key": value}, whose part is gone."""
+    """Raises `UserError` for an option of {"section.key": value} whose part has been deleted."""
     for option, module, off, values in NEEDS:
-        if option not in options or is_here(module):  # an edited copy may have no such option
+        if option not in options or is_here(module):  # an edited copy may have removed the option
             continue
         value = str(options[option])
         if isinstance(options[option], bool):

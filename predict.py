@@ -36,10 +36,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# As in train.py.
+# See train.py.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
-warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of PyG's import
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # raised when PyG is imported
 
 import torch
 
@@ -61,13 +61,13 @@ from predict_tables import (
     unknown_nodes,
 )
 from predictor import Ensemble, Run, explainer_of, read_run
-from predictor import Predictor as Predictor  # for those who import it from here
+from predictor import Predictor as Predictor  # so that it can be imported from here
 from run_progress import progress_bar
 from run_results import table_lines
 
 log = logging.getLogger("predict")
 CELLS_AT_ONCE = 2**24
-# The options that count; all others are those of the training.
+# The options that the command line may set. All others are those of the training.
 OPTIONS = (
     "data.batch_size",
     "model.message_passing",
@@ -78,21 +78,21 @@ OPTIONS = (
 
 @dataclass
 class Settings:
-    """What the command line says."""
+    """The settings of a command line."""
 
     table: str
     runs: list[Run]
     parts: bool = False
-    explain: int = 0  # the most nodes and pairs that are named for each prediction
-    rows: tuple[int, int] = (0, sys.maxsize)  # the first row, and the one after the last
+    explain: int = 0  # largest number of nodes and pairs to list for each prediction
+    rows: tuple[int, int] = (0, sys.maxsize)  # first row, and the row after the last
 
     @property
     def ddp(self) -> DDPConfig:
-        # Not those of the training, which may have been on another machine.
+        # Not the device_ids of the training, which may have been on a different machine.
         return replace(self.runs[0].config.ddp, device_ids=[])
 
     def output(self, kind: str) -> Path:
-        """Returns the name of the file that is written, in the working folder."""
+        """Returns the name of the output file, which is in the working directory."""
         name = Path(self.table).name.removesuffix(".gz").removesuffix(".tsv")
         first, last = self.rows
         if (first, last) != (0, sys.maxsize):
@@ -100,7 +100,7 @@ class Settings:
         return Path(f"{name}.{kind}.tsv")
 
     def hashes(self) -> dict[str, str]:
-        """Returns hashes of what the ranks have read of table and models; raises `UserError`."""
+        """Returns hashes of the table and of the models, to compare ranks; raises `UserError`."""
         size, _ = screen(self.table)
         of_table = self.table if size else file_digest(self.table)
         of_models = hashlib.sha256()
@@ -111,12 +111,15 @@ class Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Predicts as a command line says, by default this process's; returns the exit status."""
+    """Predicts as the command line says; returns the exit status.
+
+    `arguments` is the command line, by default that of this process.
+    """
     return run_command(arguments, read_settings, predict)
 
 
 def read_settings(arguments: Sequence[str] | None = None) -> Settings:
-    """Returns the settings of the command line; raises `UserError`."""
+    """Returns the settings of a command line, by default of this process; raises `UserError`."""
     parser = Parser(__doc__)
     parser.add_argument("table", metavar="TABLE")
     parser.add_argument(
@@ -161,12 +164,12 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
 
 
 def is_override(word: str) -> bool:
-    """Returns whether a word is `section.key=value`, and not the name of a run's folder or file."""
+    """Returns whether a word is `section.key=value`, and not the path of a run."""
     return re.match(r"\w+\.\w+=", word) is not None and not os.path.exists(word)
 
 
 def read_range(text: str) -> tuple[int, int]:
-    """Returns the first row of `A:B`, and the one after the last; raises `UserError`."""
+    """Returns the first row of `A:B` and the row after the last; raises `UserError`."""
     match = re.fullmatch("([0-9]*):([0-9]*)", text)
     if not match:
         raise UserError(f"--rows={text} must be A:B, such as 0:1000000")
@@ -179,7 +182,7 @@ def read_range(text: str) -> tuple[int, int]:
 
 
 def predict(settings: Settings, ddp: Distributed) -> None:
-    """Writes what the command line asks for; raises `UserError` on every rank."""
+    """Writes the output that the command line selects; raises `UserError` on every rank."""
     with ddp.sync_errors():
         hashes = settings.hashes()
     ddp.check_equal({**hashes, **library_versions()})
@@ -195,7 +198,7 @@ def predict(settings: Settings, ddp: Distributed) -> None:
             check_names(ensemble.columns(settings.parts))
     changes = optional("run_changes")
     if changes is not None:
-        ddp.check_equal(changes.code_digests())  # with the modules that the models need
+        ddp.check_equal(changes.code_digests())  # includes the modules that the models need
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:
@@ -216,7 +219,7 @@ def predict(settings: Settings, ddp: Distributed) -> None:
 
 
 def check_names(columns: list[str]) -> None:
-    """Raises `UserError` if two columns have one name, as of scores `a` and `a_sd`."""
+    """Raises `UserError` if two columns have the same name, such as for scores `a` and `a_sd`."""
     for name, count in Counter(columns).items():
         if count > 1:
             raise UserError(
@@ -225,7 +228,10 @@ def check_names(columns: list[str]) -> None:
 
 
 def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explainer: Any) -> None:
-    """Writes the lines of each row, with an `explainer` those of reasons; raises `UserError`."""
+    """Writes the predictions of each row or, with an `explainer`, explanations.
+
+    Raises `UserError` if the file cannot be written.
+    """
     kind = "predictions"
     columns = ensemble.columns(settings.parts)
     lines_per_row = 1
@@ -260,7 +266,7 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
 
 
 def predicted_lines(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:
-    """Returns the lines of some rows, each of which is made when it is read."""
+    """Yields the lines of some rows, which are formatted when they are read."""
     predicted = ensemble.predict(chunk.samples, settings.parts).flatten(1)
     cells = torch.full((len(chunk.sets), predicted.size(1)), math.nan, dtype=torch.float64)
     cells[chunk.is_known] = predicted

@@ -1,14 +1,14 @@
-"""Which nodes a prediction hangs on: the knocked-out ones, and those that its knock-out pass reads.
+"""Explains predictions by the knocked-out nodes, and by the living nodes whose states change.
 
-What a knocked-out node adds is the prediction less that of the sample without it. What a pair of
-them adds is in `predict_pairs`.
+The contribution of a knocked-out node is the prediction minus that of the sample without it. The
+contributions of pairs of knocked-out nodes are in `predict_pairs`.
 
-The readout of changes gets how each living node's state differs from the intact graph's. Of a
-readout `nodes`, the effect on a target is a function of that node's change, and of its level if it
-is perturbed itself: the node's own contribution is all of it. That of `GlobalReadout` is a function
-of the sum of all changes: it is divided among the nodes by integrated gradients (Sundararajan, Taly
-and Yan 2017, arXiv:1703.01365), on the straight way from no change to the sum. Contributions add up
-to the knock-out pass less what it gives for no change.
+The readout of the knock-out pass reads how each living node's state differs from the intact graph.
+With readout=nodes, the effect on a target is a function of that node's change, and of its level if
+it is perturbed; all of it is the node's own contribution. With `GlobalReadout`, the effect is a
+function of the sum of all changes. It is divided among the nodes by integrated gradients
+(Sundararajan, Taly and Yan 2017, arXiv:1703.01365), along the straight line from no change to the
+sum. The contributions add up to the knock-out pass minus its value for no change.
 
 Shapes: N nodes, n samples, B of them in a batch, H hidden channels, T targets.
 """
@@ -32,37 +32,46 @@ from parts import optional
 from predict_tables import Chunk
 from run_results import NUMBER
 
-POINTS = 32  # on the way from no change to the sum of changes
+POINTS = 32  # points on the line from no change to the sum of changes
 
 
 class Contribution(NamedTuple):
-    """What a node, by its knock-out or the change of its state, or a pair adds to a prediction."""
+    """The contribution of a node or of a pair to a prediction.
 
-    node: str  # a pair of perturbed nodes is `A,B`
-    contribution: float  # in the unit of the score; to a binary one's logit, but by a knock-out
-    features: str = ""  # of a pair, by which it contributes most, by commas; one in a name is `\,`
-    without: float | None = None  # the prediction were the node intact; None: not by a knock-out
+    A node contributes by its own knock-out, or by the change of its state.
+    """
+
+    node: str  # name of a node, or `A,B` for a pair of perturbed nodes
+    # In the unit of the score; for binary scores, of the logit, except for a node's own knock-out.
+    contribution: float
+    # The features that contribute most to a pair, separated by commas; a comma in a name is written
+    # `\,`.
+    features: str = ""
+    # The prediction if the node were intact; None: not a node's own knock-out.
+    without: float | None = None
 
 
 def knockout_term(model: torch.nn.Module) -> KnockoutTerm | None:
-    """Returns a model's knock-out pass, None if it has none whose contributions can be said."""
-    terms = dict(getattr(model, "terms", {}))  # one of another class has none
+    """Returns a model's knock-out pass, None if it has none that can be explained."""
+    terms = dict(getattr(model, "terms", {}))  # a model of a different class may have no terms
     term = terms.get("knockout")
     return term if isinstance(term, GlobalReadout) or reads_targets(term) else None
 
 
 def reads_targets(term: torch.nn.Module | None) -> bool:
-    """Returns whether a term reads each target from the state of that node alone."""
+    """Returns whether a term reads each target from the state of only that node."""
     return hasattr(term, "target_nodes")
 
 
 def without_each(samples: Tables) -> Iterator[Tables]:
     """Yields the samples without the first perturbed node of each, without the second, and so on.
 
-    There are as many as the largest sample has nodes; those behind its last leave a sample whole.
+    The number of yields is the number of nodes in the largest sample. Smaller samples are unchanged
+    after their last node.
     """
     row = samples.sample()
-    number = torch.arange(len(row)) - samples.perturbed_ptr[row]  # of the node in its sample
+    # Position of the node in its sample.
+    number = torch.arange(len(row)) - samples.perturbed_ptr[row]
     for left_out in range(max(samples.perturbed_ptr.diff().tolist(), default=0)):
         level = samples.level.masked_fill(number == left_out, 1.0)
         perturbations = pack(row, samples.perturbed, level, len(samples.y))
@@ -70,14 +79,14 @@ def without_each(samples: Tables) -> Iterator[Tables]:
 
 
 class LargestChanges(NamedTuple):
-    """The nodes whose changes contribute most to B samples: K of each sample and target."""
+    """The nodes whose changes contribute most to B samples: K for each sample and target."""
 
     node: Tensor  # long [B, T, K]
-    contribution: Tensor  # float64 [B, T, K], 0 where fewer nodes contribute
+    contribution: Tensor  # float64 [B, T, K], 0 for missing nodes
 
     @classmethod
     def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestChanges":
-        """Returns K entries that contribute nothing."""
+        """Returns K empty entries, which contribute nothing."""
         node = torch.zeros(num_samples, num_targets, number, dtype=torch.long)
         return cls(node, node.double())
 
@@ -89,11 +98,11 @@ def largest_changes(
     num_nodes: int,
     batch: Data,
 ) -> LargestChanges:
-    """Returns the nodes whose changes contribute most, the mean over the models, on the CPU.
+    """Returns the nodes whose changes contribute most, as means over the models, on the CPU.
 
-    Each model has the unit of its predictions, float64 [T]. Where readouts are all `nodes`, no node
-    but the target's own contributes. In a model without a knock-out pass that can be explained,
-    none does.
+    `units` are the units of each model's predictions, float64 [T]. If all readouts are `nodes`,
+    only the target's own node contributes. In a model without a knock-out pass that can be
+    explained, no node contributes.
     """
     largest = LargestChanges.none(len(batch.y), len(units[0]), num_nodes)
     explained = []
@@ -135,17 +144,17 @@ def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterat
 
 
 class EveryChange(KnockoutTerm):
-    """The changes of the nodes' states as they are."""
+    """A term without a readout: its pooled changes are those of all nodes' states."""
 
     def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Returns the changes, [b, N, H], 0 for dead nodes, given those of all [N, b, H]."""
+        """Returns the changes [N, b, H] as [b, N, H], with 0 for dead nodes."""
         return (change * alive.unsqueeze(2)).transpose(0, 1)
 
 
 def changes_of_samples(graph: SharedGraph, batch: Data, wild: WildType) -> Iterator[Tensor]:
-    """Yields the changes of the nodes' states by each sample, [N, H], 0 for dead nodes.
+    """Yields each sample's changes of the nodes' states, [N, H], with 0 for dead nodes.
 
-    All states are computed, a few samples at once.
+    All states are computed, for a few samples at once.
     """
     living = wild.encoder.living(graph, batch)
     for samples in living.in_blocks(batch, wild.final):
@@ -153,12 +162,12 @@ def changes_of_samples(graph: SharedGraph, batch: Data, wild: WildType) -> Itera
 
 
 def mean_gradient(readout: GlobalReadout, total: Tensor, num_columns: int) -> Tensor:
-    """Returns the mean gradient of predictions on the way from no change to a total, [T, H].
+    """Returns the mean gradient of predictions on the line from no change to a total, [T, H].
 
-    A prediction is the first of a target's columns. asinh bends most where the way begins, so the
-    points are densest there.
+    A prediction is the first column of a target. The points are densest at the start of the line,
+    where asinh is most curved.
     """
-    position, weight = np.polynomial.legendre.leggauss(POINTS)  # in -1 to 1
+    position, weight = np.polynomial.legendre.leggauss(POINTS)  # from -1 to 1
     u = torch.from_numpy((1 + position) / 2).to(total)
     way = u**3
     step = torch.from_numpy(weight / 2).to(total) * 3 * u**2
@@ -171,11 +180,11 @@ def mean_gradient(readout: GlobalReadout, total: Tensor, num_columns: int) -> Te
 
 
 class Explanation(NamedTuple):
-    """What the predictions of n samples hang on."""
+    """The contributions to the predictions of n samples."""
 
     prediction: Tensor  # float64 [n, T]
-    without: Tensor  # those of `without_each`, float64 [n, T, nodes of the largest sample]
-    pairs: Sequence[Sequence[list[Contribution]]]  # of each sample and target, up to K
+    without: Tensor  # predictions of `without_each`, float64 [n, T, nodes of the largest sample]
+    pairs: Sequence[Sequence[list[Contribution]]]  # up to K for each sample and target
     changes: LargestChanges
 
 
@@ -184,8 +193,8 @@ def name_contributions(
 ) -> Iterator[list[list[Contribution]]]:
     """Yields up to K contributions to each score of each sample.
 
-    Those of the knocked-out nodes come first, then those of their pairs and of changes of states,
-    both without those of 0. In each of the three, the largest come first.
+    The knocked-out nodes come first, then their pairs, then changes of states. In each group, the
+    largest contributions come first. Pairs and changes with contribution 0 are left out.
     """
     num_nodes = explanation.changes.node.size(2)
     ptr = samples.perturbed_ptr.tolist()
@@ -211,10 +220,9 @@ def name_contributions(
 
 
 class Explainer:
-    """Says what the predictions of a `predictor.Ensemble` hang on.
+    """Explains the predictions of a `predictor.Ensemble`.
 
-    `explain` and `lines` are called on all ranks, which share the samples; what they return is the
-    same on every rank.
+    All ranks call `explain` and `lines`, share the samples, and get the same result.
     """
 
     columns = Contribution._fields
@@ -227,16 +235,16 @@ class Explainer:
         return name_contributions(self.compute(samples, num_nodes), samples)
 
     def lines(self, chunk: Chunk, num_nodes: int) -> Iterator[str]:
-        """Returns `num_nodes` lines for each row and score, each of which is made when it is read.
+        """Yields `num_nodes` lines for each row and score, which are formatted when they are read.
 
-        Where fewer contribute, the last ones are empty.
+        If there are fewer contributions, the last lines are empty.
         """
         return self._lines(chunk, self.explain(chunk.samples, num_nodes), num_nodes)
 
     def _lines(
         self, chunk: Chunk, explained: Iterator[list[list[Contribution]]], num_nodes: int
     ) -> Iterator[str]:
-        """Yields the lines of rows, given what is `explained` of those that are known."""
+        """Yields the lines of rows, given the contributions to the known rows."""
         targets = self.ensemble.targets
         for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
             nodes_of_targets = next(explained) if is_known else [[] for _ in targets]
@@ -249,20 +257,21 @@ class Explainer:
                     yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
 
     def compute(self, samples: Tables, num_nodes: int) -> Explanation:
-        """Returns the reasons of n predictions, with up to `num_nodes` for each."""
+        """Returns the explanation of n predictions, with up to `num_nodes` entries for each."""
         ensemble = self.ensemble
         prediction = ensemble.predict(samples)[:, :, 0]
         without = [prediction.new_empty(*prediction.shape, 0)]
         for others in without_each(samples):
             without.append(ensemble.predict(others)[:, :, :1])
-        num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))  # of the largest sample
+        # Number of pairs in the largest sample.
+        num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))
         pairs = self._pairs(samples, num_pairs)
         none = LargestChanges.none(0, len(ensemble.targets), num_nodes)
         changes = self._largest(largest_changes, none, samples, num_nodes)
         return Explanation(prediction, torch.cat(without, dim=2), pairs, changes)
 
     def _pairs(self, samples: Tables, number: int) -> list[list[list[Contribution]]]:
-        """Returns up to a number of pairs for each sample and target, without those of 0."""
+        """Returns up to `number` contributing pairs for each sample and target."""
         targets = self.ensemble.targets
         predict_pairs = optional("predict_pairs")
         models = self.ensemble.models
@@ -283,7 +292,7 @@ class Explainer:
     ) -> Any:
         """Returns the named tuple that a function makes of batches, for n samples, on the CPU.
 
-        `none` is what it makes of no samples. Its fields are [n, T, number, ...].
+        `none` is its result for no samples. The fields are [n, T, number, ...].
         """
         ensemble = self.ensemble
         graph = ensemble.graph
@@ -293,7 +302,7 @@ class Explainer:
         units = [task.criterion.std for task in ensemble.tasks]
         widths = [math.prod(field.shape[3:]) for field in none]
 
-        def as_numbers(batch: Data) -> Tensor:  # which ranks can add up
+        def as_numbers(batch: Data) -> Tensor:  # as numbers, which ranks can sum
             found = function(ensemble.models, units, graph, number, batch)
             columns = []
             for field, width in zip(found, widths, strict=True):

@@ -1,11 +1,11 @@
-"""Which pairs of perturbed nodes a prediction hangs on, by what the two have in common.
+"""Explains predictions by pairs of perturbed nodes and the features that they have in common.
 
-The part `pairs` of a prediction is a function of the features of all pairs in a sample, added up.
-A pair contributes the part less what it is with an average pair of training in its place: of two
-nodes, all of the part. A feature of a pair contributes in the same way. With the MLP, contributions
-of several pairs do not add up to the part.
+The part `pairs` of a prediction is a function of the sum of the features of all pairs in a sample.
+The contribution of a pair is the part minus the part with an average training pair in its place. In
+a sample of two nodes, it is the complete part. The contribution of a feature of a pair is defined
+in the same way. Because of the MLP, the contributions of several pairs do not add up to the part.
 
-Shapes: B samples in a batch, Q pairs in some samples, F features, T targets, K named pairs.
+Shapes: B samples in a batch, Q pairs in some samples, F features, T targets, K listed pairs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ from model_pairs import (
     pairs_of_samples,
 )
 
-MOST_FEATURES = 3  # that are named of a pair
-VALUES_AT_ONCE = 2**22  # of one tensor, which take 32 MB
+MOST_FEATURES = 3  # features that are listed for a pair
+VALUES_AT_ONCE = 2**22  # numbers of one tensor, which take 32 MB
 
 
 @dataclass
 class Pairs:
-    """All pairs of some samples of a batch, as of `pairs_of_samples`."""
+    """All pairs of some samples of a batch, as from `pairs_of_samples`."""
 
     sample: Tensor  # long [Q]
     nodes: Tensor  # long [2, Q]
@@ -45,7 +45,7 @@ class Pairs:
         return Pairs(self.sample[some], self.nodes[:, some], self.factor[some])
 
     def features(self, index: PairIndex) -> Tensor:
-        """Returns the features of each pair, as they count, float64 [Q, F]."""
+        """Returns the weighted features of each pair, float64 [Q, F]."""
         features = [index.of_pairs(*piece) for piece in index.in_pieces(self.nodes)]
         return self.factor.unsqueeze(1) * torch.cat(features)
 
@@ -53,7 +53,8 @@ class Pairs:
 class PairsPart:
     """The part `pairs` of a model's predictions of a batch.
 
-    `unit` is that of the predictions, float64 [T], and `features` are those of the batch, [B, F].
+    `unit` is the unit of the predictions, float64 [T], and `features` are those of the batch,
+    [B, F].
     """
 
     def __init__(
@@ -67,35 +68,38 @@ class PairsPart:
         _, self.hidden = model.terms["local"].inputs(wild, model.dose(wild, batch), batch)
 
     def contributions(self, sample: Tensor, shares: Tensor) -> Tensor:
-        """Returns the part less what it is without each of some shares, float64 [shares, T].
+        """Returns the part minus its value without each of some shares, float64 [shares, T].
 
-        A share is what a pair, or one of its features, adds to `scaled` of a sample, [shares, F].
+        A share is the summand of a pair, or of one of its features, in `scaled` of a sample,
+        [shares, F].
         """
         scaled = self.scaled[sample]
         hidden = self.hidden[sample]
         part = self.term.of_scaled(scaled, hidden)
         without = self.term.of_scaled(scaled - shares, hidden)
-        difference = (part - without)[:, :: self.num_columns]  # of the first column of a target
+        difference = (part - without)[:, :: self.num_columns]  # the first column of each target
         return self.unit * difference
 
 
 def has_pairs(model: torch.nn.Module) -> bool:
     """Returns whether a model has features of pairs."""
-    terms = dict(getattr(model, "terms", {}))  # one of another class has none
+    terms = dict(getattr(model, "terms", {}))  # a model of a different class may have no terms
     return isinstance(terms.get("pairs"), PairTerm)
 
 
 class LargestPairs(NamedTuple):
-    """The pairs that contribute most to B samples: K of each sample and target."""
+    """The pairs that contribute most to B samples: K for each sample and target."""
 
     nodes: Tensor  # long [B, T, K, 2]
-    contribution: Tensor  # float64 [B, T, K], 0 where fewer pairs contribute
-    feature: Tensor  # long [B, T, K, MOST_FEATURES], by which most; -1 where no other contributes
-    has_feature: Tensor  # bool, of the same shape; False where the pair lacks it, such as an edge
+    contribution: Tensor  # float64 [B, T, K], 0 for missing pairs
+    # long [B, T, K, MOST_FEATURES], the features that contribute most, -1 for missing ones
+    feature: Tensor
+    # bool of the same shape; False if the pair lacks the feature, such as an edge
+    has_feature: Tensor
 
     @classmethod
     def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestPairs":
-        """Returns K entries that contribute nothing."""
+        """Returns K empty entries, which contribute nothing."""
         nodes = torch.zeros(num_samples, num_targets, number, 2, dtype=torch.long)
         feature = nodes.new_full((*nodes.shape[:3], MOST_FEATURES), -1)
         return cls(nodes, nodes[..., 0].double(), feature, feature >= 0)
@@ -108,10 +112,10 @@ def largest_pairs(
     most: int,
     batch: Data,
 ) -> LargestPairs:
-    """Returns the pairs that contribute most, the mean over the models, on the CPU.
+    """Returns the pairs that contribute most, as means over the models, on the CPU.
 
-    Each model has the unit of its predictions, float64 [T]. In a model without features of pairs,
-    none contributes.
+    `units` are the units of each model's predictions, float64 [T]. In a model without features of
+    pairs, no pair contributes.
     """
     largest = LargestPairs.none(len(batch.y), len(units[0]), most)
     index = pair_index(graph)
@@ -137,7 +141,7 @@ def largest_pairs(
 
 
 def whole_samples(batch: Data, at_once: int) -> Iterator[Pairs]:
-    """Yields all pairs of a batch: those of some samples, about `at_once`, or of a large one."""
+    """Yields the pairs of a batch in pieces of whole samples, with about `at_once` pairs each."""
     sample, nodes, factor = pairs_of_samples(batch)
     piece = sample.bincount().cumsum(0)[sample] // at_once
     sizes = piece.unique_consecutive(return_counts=True)[1].tolist()
@@ -160,10 +164,10 @@ def contributions_of_pairs(
 
 
 def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns the places of lines, and the pairs that contribute most to each target in each.
+    """Returns the rank of each line in its sample, and the pairs that contribute most.
 
-    A place is that of a line among those of its sample, from 0 on, long [lines]; pairs are their
-    numbers, long [lines, T].
+    Ranks are counted from 0, long [lines]. The pairs are numbers, one for each target, long
+    [lines, T].
     """
     number = contribution.abs().argsort(dim=0, descending=True, stable=True)
     by_sample = sample[number].argsort(dim=0, stable=True)
@@ -178,10 +182,11 @@ def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple
 def largest_features(
     parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, number: Tensor, at_once: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the features by which pairs contribute most, long [lines, T, MOST_FEATURES].
+    """Returns the features that contribute most to pairs, long [lines, T, MOST_FEATURES].
 
-    `number` says which pairs, [lines, T]. Where no other feature contributes, there is a -1. Behind
-    them it is whether the pair has the feature: it is 0 of a pair without an edge, say.
+    `number` has the numbers of the pairs, [lines, T]. Missing features are -1. The second tensor is
+    True if the pair has the feature; for example, a pair without an edge does not have the feature
+    edge.
     """
     largest = number.new_full((*number.shape, MOST_FEATURES), -1)
     has_feature = torch.zeros_like(largest, dtype=torch.bool)
@@ -208,10 +213,10 @@ def largest_features(
 def name_pairs(
     largest: LargestPairs, graph: SharedGraph, genes: Sequence[str]
 ) -> list[list[list[tuple[str, float, str]]]]:
-    """Returns the pairs of each sample and target, without those that contribute nothing.
+    """Returns the pairs of each sample and target that contribute, as texts.
 
-    Of each, that is `A,B`, its contribution, and its features by commas; one in a name is `\\,`. A
-    feature that the pair has not begins with `no `.
+    For each pair, that is `A,B`, its contribution, and its features separated by commas; a comma in
+    a name is written `\\,`. `no ` precedes a feature that the pair does not have.
     """
     feature_names = [name.replace(",", r"\,") for name in pair_names(graph)]
 

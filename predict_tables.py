@@ -1,9 +1,9 @@
-"""What predictions are made of and written to: a run's graph, the sets to predict, a table.
+"""Inputs and output of predictions: the graph of a run, the sets to predict, and a table.
 
-The file graph.pt of a run is, with a checkpoint, all that a prediction needs. It has the fields of
-`Tables` that are `OF_GRAPH`, as `graph` their hash, and as `trained` the `training_range`. Sets of
-knock-outs are the rows of a table, or all of some size; they are read, or listed, some at once, so
-that millions take little memory.
+The file graph.pt of a run and a checkpoint are all that a prediction needs. The file has the fields
+`OF_GRAPH` of `Tables`, their hash as `graph`, and the `training_range` as `trained`. The sets of
+knock-outs are the rows of a table, or all sets of a certain size. They are read or listed in
+chunks, so that millions of them take little memory.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ from parts import optional
 from run_checkpoint import atomic_file, explain_write_errors, load_file, save_atomically
 from run_folder import RunFolder
 
-# What makes a row an extrapolation.
+# The reasons why a row is an extrapolation.
 BEYOND = (
     "nodes that no training row knocks out",
     "levels outside the range of training",
     "more nodes than any training row",
 )
 SET_SIZES = {"all-singles": 1, "all-pairs": 2}
-MOST = 16_384  # rows at once
+MOST = 16_384  # rows of a chunk
 
 
 # ---- The graph of a run --------------------------------------------------------------------------
 def write_graph(folder: RunFolder, tables: Tables) -> None:
-    """Writes the graph of a run's tables into its folder; raises `UserError` on all ranks."""
+    """Writes the graph of a run's tables to its folder; raises `UserError` on all ranks."""
     path = folder.path / "graph.pt"
     with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
         if folder.ddp.rank == 0:
@@ -51,7 +51,7 @@ def write_graph(folder: RunFolder, tables: Tables) -> None:
 
 
 def fields_of_graph(tables: Tables) -> dict[str, Any]:
-    """Returns the fields that are `OF_GRAPH`, the edges in a third of their bytes."""
+    """Returns the fields `OF_GRAPH`, with the edges in a third of their bytes."""
     fields = {name: getattr(tables, name) for name in OF_GRAPH}
     fields["edge_index"] = tables.edge_index.int()
     dtype = torch.uint8 if len(tables.relations) < 256 else torch.int
@@ -62,11 +62,11 @@ def fields_of_graph(tables: Tables) -> dict[str, Any]:
 
 
 def training_range(tables: Tables) -> dict[str, Any]:
-    """Returns the range of the training rows with a score; predictions beyond extrapolate.
+    """Returns the range of the training rows with a score; predictions outside it extrapolate.
 
-    `seen`, bool [N], says which nodes they knock out, `lowest` and `highest` are the extreme
-    levels, and `largest` is the number of nodes in the largest set. Level 1 is always among the
-    levels: it is that of intact nodes. `sets` has the codes of their sets of nodes, long [sets].
+    `seen`, bool [N], is True for the nodes that they knock out. `lowest` and `highest` are the
+    extreme levels; they always include level 1, the level of intact nodes. `largest` is the number
+    of nodes in the largest set. `sets` has the codes of their sets of nodes, long [sets].
     """
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
     level = tables.level[is_trained[tables.sample()]]
@@ -78,20 +78,20 @@ def training_range(tables: Tables) -> dict[str, Any]:
 
 
 def named_sets(tables: Tables) -> Tensor:
-    """Returns a 64-bit code of the names in each row's set, the same in any tables, long [n]."""
+    """Returns a 64-bit code of the names in each row's set, the same in all tables, long [n]."""
     digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in tables.genes]
     codes = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)
     return tables.set_code(codes[tables.perturbed])
 
 
 def read_graph(checkpoint: Path) -> dict[str, Any]:
-    """Returns the graph.pt of a checkpoint's run folder, or beside it; raises `UserError`."""
+    """Returns the graph.pt in a checkpoint's run folder, or next to it; raises `UserError`."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         path = folder / "graph.pt"
         if path.exists():
             try:
                 return load_file(path, mmap=True)
-            except Exception as error:  # a damaged file fails in many ways
+            except Exception as error:  # reading a damaged file can raise any exception
                 raise UserError(
                     f"cannot read {path} ({type(error).__name__}): copy it again from the run "
                     "folder"
@@ -103,14 +103,14 @@ def read_graph(checkpoint: Path) -> dict[str, Any]:
 
 
 def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
-    """Yields a note if the run of a checkpoint was trained on what `tables` test, or may be.
+    """Yields a warning if a checkpoint was, or may have been, trained on test rows of `tables`.
 
-    That is the set of a test row, or one of its nodes that no training row has here.
+    This concerns the set of a test row, or one of its nodes that no training row has here.
     """
     try:
         graph = read_graph(Path(file))
         trained_sets = graph["trained"]["sets"]
-    except (UserError, KeyError):  # there is none, or a damaged one, or one of an earlier version
+    except (UserError, KeyError):  # it is missing, damaged or of an earlier version
         yield (
             f"{file}: cannot check whether it was trained on test rows, because there is no "
             "readable graph.pt next to it"
@@ -149,29 +149,29 @@ def tables_of_graph(fields: dict[str, Any]) -> Tables:
 class Chunk:
     """Some consecutive rows of a table to predict."""
 
-    sets: Sequence[str]  # their cells of the column `genes`
-    is_known: Tensor  # which of them have only nodes of the graph, bool [n]
-    samples: Tables  # these, on the graph
-    unknown: list[str]  # names that are no nodes of the graph, each once
+    sets: Sequence[str]  # their cells in the column `genes`
+    is_known: Tensor  # whether each has only nodes of the graph, bool [n]
+    samples: Tables  # the known rows, on the graph
+    unknown: list[str]  # distinct names that are not nodes of the graph
 
 
 @dataclass
 class Survey:
-    """What a table to predict has."""
+    """The content of a table to predict."""
 
     num_rows: int
-    num_known: int  # rows with nodes of the graph only
-    unknown: list[str]  # names that are no nodes of the graph, each once
-    notes: list[str]  # sentences for the log on how the file was read
+    num_known: int  # rows with only nodes of the graph
+    unknown: list[str]  # distinct names that are not nodes of the graph
+    notes: list[str]  # warnings for the log about the file
 
 
 def survey_sets(
     path: str, tables: Tables, first: int = 0, last: int = sys.maxsize, has_bar: bool = False
 ) -> Survey:
-    """Reads all that `read_sets` will, so that no error comes after hours of predictions.
+    """Reads everything that `read_sets` will read, so that errors come before the predictions.
 
-    A bar, if asked for, shows how much is read. Raises `DataError`, and `UserError` if there are no
-    rows from `first` to `last`.
+    With `has_bar`, a progress bar shows how much has been read. Raises `DataError`, and `UserError`
+    if there are no rows from `first` to `last`.
     """
     size, _ = screen(path)
     if size:
@@ -180,7 +180,7 @@ def survey_sets(
         survey = Survey(num_rows, num_rows, [], [])
     else:
         survey = Survey(0, 0, [], [])
-        unknown = {}  # names, in their order
+        unknown = {}  # the names, as keys, in order
         for chunk in read_sets(path, tables, first, last, MOST, survey.notes, has_bar):
             survey.num_rows += len(chunk.sets)
             survey.num_known += len(chunk.samples.y)
@@ -200,9 +200,9 @@ def read_sets(
     notes: list[str] | None = None,
     has_bar: bool = False,
 ) -> Iterator[Chunk]:
-    """Yields the rows of a table from `first` to `last` - 1, up to `most` at once.
+    """Yields the rows of a table from `first` to `last` - 1, at most `most` at once.
 
-    They are counted from 0. The graph is that of `tables`. Adds to `notes` how the file was read.
+    Rows are counted from 0. The graph is that of `tables`. Adds warnings about the file to `notes`.
     Raises `DataError`.
     """
     size, level = screen(path)
@@ -210,7 +210,7 @@ def read_sets(
         yield from all_sets(tables, size, level, first, last, most)
         return
     header = read_header(path, [] if notes is None else notes, ("genes",))
-    end = 0  # of the rows so far
+    end = 0  # number of rows so far
     for rows in read_rows(path, header, skip_blank=False, has_bar=has_bar):
         begin = end
         end += len(rows.lines)
@@ -226,9 +226,9 @@ def read_sets(
 
 
 def screen(path: str) -> tuple[int, float]:
-    """Returns the number of nodes in each set of a screen, 0 for a table, and their level.
+    """Returns the size and the level of all sets to predict, such as for `all-pairs=0.3`.
 
-    Raises `UserError` for a wrong level.
+    The size is 0 if `path` is a table. Raises `UserError` for a wrong level.
     """
     kind, _, _ = path.partition("=")
     if kind not in SET_SIZES:
@@ -240,14 +240,14 @@ def screen(path: str) -> tuple[int, float]:
 
 
 def screened_nodes(tables: Tables) -> Sequence[int]:
-    """Returns the nodes that a screen knocks out."""
+    """Returns the nodes that `all-singles` and `all-pairs` knock out."""
     return range(len(tables.genes))
 
 
 def chunk_of(rows: Rows, tables: Tables) -> Chunk:
-    """Returns rows of a table to predict, with `tables` as their graph.
+    """Returns rows of a table to predict, with `tables` as their graph; raises `DataError`.
 
-    Whatever else a batch is made of must be read here, too. Raises `DataError`.
+    If your batches contain further data of a row, read them here, too.
     """
     node_number = {gene: node for node, gene in enumerate(tables.genes)}
     row, name, names, level = checked_sets(rows, node_number)
@@ -268,7 +268,7 @@ def chunk_of(rows: Rows, tables: Tables) -> Chunk:
 def all_sets(
     tables: Tables, size: int, level: float, first: int, last: int, most: int
 ) -> Iterator[Chunk]:
-    """Yields all sets of `size` nodes, each at the level, from `first` to `last` - 1."""
+    """Yields all sets of `size` nodes at a level, from number `first` to `last` - 1."""
     num_nodes = len(tables.genes)
     level_of_each = torch.full((num_nodes,), level, dtype=torch.float64)
     names = list(tables.names(torch.arange(num_nodes), level_of_each))
@@ -283,7 +283,7 @@ def all_sets(
 
 
 def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
-    """Returns whether samples are `BEYOND` a `training_range` in each way, bool [3, n]."""
+    """Returns whether samples are outside a `training_range`, for each of `BEYOND`, bool [3, n]."""
     level = samples.level
     is_outside = (level < trained["lowest"]) | (level > trained["highest"])
     of_nodes = torch.stack([~trained["seen"][samples.perturbed], is_outside])
@@ -293,14 +293,17 @@ def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
 
 
 def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> Tables:
-    """Returns rows without scores on the graph of `tables`, given those of each perturbed node."""
+    """Returns rows without scores on the graph of `tables`.
+
+    `row`, `node` and `level` are those of each perturbed node.
+    """
     y = tables.y.new_full((num_rows, len(tables.targets)), math.nan)
     perturbations = pack(row, node, level, num_rows)
     return replace(tables, **perturbations, y=y, split=None, weight=None, sd=None)
 
 
 def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
-    """Returns a sentence that names up to ten nodes that the graph does not have."""
+    """Returns a message with up to ten of the nodes that are not in the graph."""
     named = f"{', '.join(names[:10]):.500}"
     data_notes = optional("data_notes")
     if data_notes:
@@ -308,10 +311,10 @@ def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
     return f"{len(names)} nodes are not in the graph: {named}"
 
 
-# ---- A table that is written ---------------------------------------------------------------------
+# ---- The output table ----------------------------------------------------------------------------
 @contextlib.contextmanager
 def table_writer(path: Path, ddp: Distributed) -> Iterator[Callable[[Iterable[str]], None]]:
-    """Yields a function that writes lines, with their ends; the file is there after the block.
+    """Yields a function that writes lines with line ends; the file exists after the block.
 
     All ranks enter the block and call the function, and rank 0 writes. Raises `UserError` on every
     rank if the file cannot be written.
@@ -323,9 +326,10 @@ def table_writer(path: Path, ddp: Distributed) -> Iterator[Callable[[Iterable[st
         with ddp.sync_errors(), explain():
             if ddp.rank == 0:
                 file.writelines(line.encode() for line in lines)
-                file.flush()  # or a full disk shows hours later
+                file.flush()  # otherwise, a full disk would be noticed hours later
 
-    with explain(), contextlib.ExitStack() as files:  # a file that cannot be written fails again
+    # Leaving a file that cannot be written raises again.
+    with explain(), contextlib.ExitStack() as files:
         with ddp.sync_errors(), explain():
             if ddp.rank == 0:
                 file = files.enter_context(atomic_file(path, f".{os.getpid()}.partial"))

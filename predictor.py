@@ -1,4 +1,4 @@
-"""Trained runs that predict, one or several: `Predictor` from Python, `Ensemble` on all ranks.
+"""Predictions with trained runs: `Predictor` for use from Python, `Ensemble` on all ranks.
 
 Shapes: n samples or sets of knock-outs, B of them in a batch, T scores of C columns each.
 """
@@ -33,11 +33,13 @@ from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
 log = logging.getLogger("predictor")
-# The terms that a prediction is the sum of, in the order in which they are built: what is known
-# without the graph, the local readout, the features of pairs, and the knock-out pass.
+# The terms of a prediction, in the order in which they are built: what is known without the graph,
+# the local readout, the features of pairs, and the knock-out pass.
 TERMS = ("without_graph", "local", "pairs", "knockout")
 SETS_AT_ONCE = 100_000
-MOST_OTHER = 0.4  # deviations, by which mean and deviation of most scores differ in one unit
+# Largest difference, in standard deviations, between most scores' means and deviations in the same
+# unit.
+MOST_OTHER = 0.4
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -47,8 +49,8 @@ class Run:
 
     checkpoint: dict[str, Any]
     config: Config
-    graph: dict[str, Any]  # fields of `Tables`, of its graph.pt
-    trained: dict[str, Any]  # the `training_range`, of that too
+    graph: dict[str, Any]  # fields of `Tables`, from its graph.pt
+    trained: dict[str, Any]  # the `training_range`, from its graph.pt
 
     @property
     def file(self) -> str:
@@ -56,9 +58,9 @@ class Run:
 
 
 def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Returns a run, given its folder, of which best.pt predicts, or a checkpoint file.
+    """Returns a run, given its folder, whose best.pt is used, or a checkpoint file.
 
-    Its options are its own but for `overrides`. Raises `UserError`.
+    Its options are its own, except for `overrides`. Raises `UserError`.
     """
     path = Path(expand_path(str(run)))
     if path.is_dir():
@@ -85,8 +87,8 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
 def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Config:
     """Returns the options of a checkpoint, overridden by those of the command line.
 
-    Raises `UserError` for a wrong one, and for one that this code has not, unless it is among the
-    checkpoint's `free_options`.
+    Raises `UserError` for a wrong option, and for an option of the checkpoint that this code does
+    not have, unless it is one of the checkpoint's `free_options`.
     """
     options = by_key(checkpoint["config"])
     unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
@@ -99,12 +101,13 @@ def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Conf
 
 
 def note_other_code(run: Run) -> None:
-    """Logs which code of a run was another than that of this process."""
+    """Logs which code files of a run differ from those of this process."""
     changes = optional("run_changes")
     if changes is None:
         return
     code = changes.code_digests()
-    of_run = code.keys() & run.checkpoint.get("code", code).keys()  # a notebook loads more
+    # A notebook may have loaded more modules.
+    of_run = code.keys() & run.checkpoint.get("code", code).keys()
     edited = changes.other_code(run.checkpoint, {file: code[file] for file in of_run})
     if edited:
         log.warning(f"note      {run.file} was trained with {edited}")
@@ -127,7 +130,7 @@ def check_same(first: Run, run: Run) -> None:
 
 
 def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a note for each run that is the same as an earlier one, or of other units."""
+    """Yields a warning for each run that is the same as an earlier one, or has different units."""
     for number, run in enumerate(checkpoints):
         first = checkpoints[0]
         if any(are_equal(run["model"], other["model"]) for other in checkpoints[:number]):
@@ -135,7 +138,7 @@ def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 f"{run['file']} has the same parameters as another run: train each run with "
                 "another run.seed"
             )
-        if run.get("mean") is None:  # of a task of one's own
+        if run.get("mean") is None:  # made by a custom task
             continue
         shift = (run["mean"] - first["mean"]).abs().maximum((run["std"] - first["std"]).abs())
         if (shift / run["std"].minimum(first["std"])).median() > MOST_OTHER:
@@ -146,7 +149,7 @@ def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Returns whether two state dicts have the same names and numbers."""
+    """Returns whether two state dicts have the same names and values."""
     names = tensors.keys()
     return names == others.keys() and all(torch.equal(tensors[n], others[n]) for n in names)
 
@@ -154,7 +157,7 @@ def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bo
 def task_of_run(
     config: Config, checkpoint: dict[str, Any], tables: Tables, graph: SharedGraph
 ) -> KnockoutTask:
-    """Returns the task in which a run's model predicts, of tables that have no samples yet."""
+    """Returns the task that predicts with a run's model, given tables that have no samples yet."""
     criterion = LOSSES[config.optim.loss](checkpoint["mean"], checkpoint["std"])
     return KnockoutTask(
         config=config,
@@ -171,11 +174,11 @@ def task_of_run(
 def predict_parts(
     model: nn.Module, task: KnockoutTask, names: Sequence[str], batch: Data
 ) -> Tensor:
-    """Returns the output for a batch and, behind it, its named parts, float64 [B, T, C + parts].
+    """Returns the outputs for a batch, followed by its named parts, float64 [B, T, C + parts].
 
-    The parts are of the first column, in the units of the scores or of what the loss links, such as
-    logits. What is known without the graph, the first, has the mean of the scores in it; those that
-    the model does not have are 0.
+    The parts are those of the first column, in the unit of the scores or of their link, such as
+    logits. The first part, which is known without the graph, includes the mean of the scores. Parts
+    that the model does not have are 0.
     """
     parts = model.parts(task.graph, batch)
     output = sum(parts.values())
@@ -190,17 +193,16 @@ def predict_parts(
 
 # ---- On all ranks --------------------------------------------------------------------------------
 class Ensemble:
-    """Trained models of one graph and of the same scores, which predict the same samples.
+    """Trained models with the same graph and scores, which predict the same samples.
 
-    `predict` is called on all ranks, which share the samples; what it returns is the same on every
-    rank.
+    All ranks call `predict`, share the samples, and get the same result.
 
     Args:
         runs: one or more.
         ddp: the ranks.
 
     Raises:
-        UserError: a run does not go with the first.
+        UserError: a run does not fit the first one.
     """
 
     def __init__(self, runs: Sequence[Run], ddp: Distributed):
@@ -210,7 +212,7 @@ class Ensemble:
         self.ddp = ddp
         self.tables = tables_of_graph(first.graph)
         dtypes = [run.config.optim.dtype for run in runs]
-        dtype = max(dtypes, key=lambda dtype: dtype.itemsize)  # all models predict in the widest
+        dtype = max(dtypes, key=lambda dtype: dtype.itemsize)  # all models use the widest dtype
         self.graph = SharedGraph(self.tables.graph()).to(ddp.device, dtype)
         self.files = [run.file for run in runs]
         self.tasks = []
@@ -225,11 +227,11 @@ class Ensemble:
         for note in notes_on_members([run.checkpoint for run in runs]):
             log.warning(f"note      {note}")
         self.is_planned = False
-        self.lock = RLock()  # planners and masks have memory of their own
+        self.lock = RLock()  # planners and masks reuse memory, so only one thread may predict
 
     @property
     def parts(self) -> list[str]:
-        """The name of each part of a prediction: `TERMS`, and further ones of the models."""
+        """The names of the parts of a prediction: `TERMS`, and further terms of the models."""
         names = list(TERMS)
         for model in self.models:
             names += [name for name in getattr(model, "terms", ()) if name not in names]
@@ -241,7 +243,7 @@ class Ensemble:
         return list(self.tables.targets)
 
     def names(self, with_parts: bool = False) -> list[str]:
-        """Returns the names of what is predicted of each target, `prediction` first."""
+        """Returns the names of all predictions of a target; `prediction` is the first."""
         criterion = self.tasks[0].criterion.to("cpu")
         a_row = torch.zeros(1, len(self.targets), len(criterion.columns))
         names = list(self._together([criterion.predictions(a_row) for _ in self.models]))
@@ -251,7 +253,7 @@ class Ensemble:
         return names
 
     def columns(self, with_parts: bool = False) -> list[str]:
-        """Returns the names of the columns that are predicted, one target after another."""
+        """Returns the names of all predicted columns, grouped by target."""
         names = self.names(with_parts)
         if len(self.targets) == 1:
             return names
@@ -262,9 +264,10 @@ class Ensemble:
         return columns
 
     def predict(self, samples: Tables, with_parts: bool = False) -> Tensor:
-        """Returns `names` of n samples on the graph `self.tables`, float64 [n, T, names].
+        """Returns the predictions of n samples, float64 [n, T, names], in the order of `names`.
 
-        They are what the models' losses predict `together` and the mean of the models' parts.
+        The samples are on the graph `self.tables`. Predictions are those of `Criterion.together`,
+        and parts are means over the models.
         """
         if not len(samples.y):
             num_names = len(self.names(with_parts))
@@ -281,7 +284,7 @@ class Ensemble:
         return torch.stack(columns, dim=2)
 
     def _together(self, predictions: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the predictions of all models together, [n, T] each, by name."""
+        """Returns the predictions of the ensemble by name, [n, T] each."""
         of_models = {}
         for name in predictions[0]:
             of_models[name] = torch.stack([of_model[name] for of_model in predictions])
@@ -290,7 +293,7 @@ class Ensemble:
     def _predict_by_model(
         self, samples: Tables, with_parts: bool
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Returns `predictions` of each model, and their parts, float64 [n, T, parts, or 0]."""
+        """Returns each model's `predictions` and its parts, float64 [n, T, parts, or 0]."""
         if not self.is_planned:
             self.plan(samples)
         rows = torch.arange(len(samples.y))
@@ -312,7 +315,7 @@ class Ensemble:
         return of_models
 
     def plan(self, samples: Tables) -> None:
-        """Chooses how each model passes messages, for samples such as these, at least one."""
+        """Chooses each model's message passing for samples such as these; there must be one."""
         for task, model in zip(self.tasks, self.models, strict=True):
             task.dataset, task.route = make_dataset(samples, self.graph, task.config)
             task.check_plan(model)
@@ -320,11 +323,11 @@ class Ensemble:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows are predicted, and then written, at once: some seconds of work."""
+        """The number of rows that are predicted and then written at once: some seconds of work."""
         return min(MOST, 4 * evaluation_batch_size(self.tasks[0]))
 
     def check_parts(self) -> None:
-        """Raises `UserError` if a model does not say what its predictions are the sums of."""
+        """Raises `UserError` if a model cannot return the parts of its predictions."""
         for model, file in zip(self.models, self.files, strict=True):
             if not hasattr(model, "parts"):
                 raise UserError(
@@ -334,7 +337,7 @@ class Ensemble:
 
 # ---- From Python ---------------------------------------------------------------------------------
 def texts_of(sets: Iterable[str]) -> list[str]:
-    """Returns sets of knock-outs as a list; raises `UserError` if they are not several texts."""
+    """Returns sets of knock-outs as a list; raises `UserError` if they are not a list of texts."""
     if isinstance(sets, str):
         raise UserError(f"expected a list of sets, not the single text {sets!r:.60}")
     texts = list(sets)
@@ -347,7 +350,10 @@ def texts_of(sets: Iterable[str]) -> list[str]:
 
 
 def explainer_of(ensemble: Ensemble) -> Any:
-    """Returns `predict_explain.Explainer` of an ensemble; raises `UserError` without that part."""
+    """Returns the `predict_explain.Explainer` of an ensemble.
+
+    Raises `UserError` if this optional part has been deleted.
+    """
     predict_explain = optional("predict_explain")
     if predict_explain is None:
         raise UserError("explanations need predict_explain.py, which this copy does not have")
@@ -355,35 +361,37 @@ def explainer_of(ensemble: Ensemble) -> Any:
 
 
 class Prediction(NamedTuple):
-    """What is predicted of n sets of knock-outs, in the units of the T scores."""
+    """The predictions of n sets of knock-outs, in the units of the T scores."""
 
-    mean: np.ndarray  # float64 [n, T]; of binary scores, the probability of 1; nan if not known
-    sd: np.ndarray | None  # float64 [n, T], over several runs, or what the loss predicts as `sd`
+    # float64 [n, T]; for binary scores, the probability of 1; nan if a node is unknown
+    mean: np.ndarray
+    # float64 [n, T], standard deviation over several runs, or the loss's own prediction `sd`
+    sd: np.ndarray | None
     targets: list[str]  # name of each score
 
 
 class SetRows(Rows):
-    """Sets of a list as rows of a table, which errors name by their place in the list."""
+    """Sets in a list as rows of a table; errors name them by their index in the list."""
 
     def place(self, row: int) -> str:
         return f"sets[{self.lines[row]}]"
 
 
 class Predictor:
-    """Trained models that predict sets of knock-outs: of one run, or of several as an ensemble.
+    """Predicts sets of knock-outs with one trained run, or with several as an ensemble.
 
         predictor = Predictor("runs/a", "runs/b")
         mean, sd, targets = predictor.predict(["YAL001C,YBR002W=0.3", ""])
 
-    A run is its folder, of which best.pt predicts, or a checkpoint file; its graph.pt is all else
-    that it needs. Several must be of the same graph, scores and loss.
+    A run is a run folder, whose best.pt is used, or a checkpoint file. Apart from it, only the
+    run's graph.pt is needed. Several runs must have the same graph, scores and loss.
 
     Args:
         runs: folders or checkpoint files.
-        device: where the models predict, such as "cpu"; by default a GPU, if there is one.
+        device: the device of the models, such as "cpu"; by default a GPU, if there is one.
 
     Raises:
-        UserError: a run cannot be read, or does not go with the first.
+        UserError: a run cannot be read, or does not fit the first one.
     """
 
     def __init__(self, *runs: str | Path, device: torch.device | str | None = None):
@@ -416,16 +424,17 @@ class Predictor:
     ) -> Prediction:
         """Predicts sets of knock-outs, each a text as in the column `genes` of a table.
 
-        `"A,B=0.3"` deletes node A and keeps 0.3 of what B sends; `""` is an intact sample.
+        `"A,B=0.3"` deletes node A and multiplies the messages of B by 0.3; `""` is an intact
+        sample.
 
         Args:
             sets: n texts.
-            unknown: what becomes of a set with a node that the graph does not have.
-            columns: further columns of the table, for a dataset that reads some, n texts or numbers
+            unknown: "raise" or "nan", for sets with nodes that are not in the graph.
+            columns: further columns of the table, for a dataset that reads them, n texts or numbers
                 each.
 
         Raises:
-            UserError: a text names no set, or, for `unknown="raise"`, an unknown node.
+            UserError: a text is not a set, or, with `unknown="raise"`, has an unknown node.
         """
         sets = texts_of(sets)
         if unknown not in ("raise", "nan"):
@@ -442,13 +451,13 @@ class Predictor:
         sets: Sequence[str],
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns the terms of each prediction by name, float64 [n, T] each; they add up to it.
+        """Returns the parts of each prediction by name, float64 [n, T] each; they add up to it.
 
-        `without_graph` is what is known without the graph, with the mean of the training scores in
-        it, `local` what the states of the knocked-out nodes add, `pairs` what these nodes have in
-        common, `knockout` what the change of the others' states does. Of binary scores they add up
-        to the logit, the mean over runs. Of the arguments and errors of `predict`, all but
-        `unknown` are the same.
+        `without_graph` is known without the graph, and includes the mean of the training scores.
+        `local` is computed from the states of the knocked-out nodes, `pairs` from what these nodes
+        have in common, and `knockout` from the changes of the other nodes' states. For binary
+        scores, the sum is the logit, as a mean over runs. Arguments and errors are those of
+        `predict` with `unknown="raise"`.
         """
         sets = texts_of(sets)
         self.ensemble.check_parts()
@@ -465,19 +474,20 @@ class Predictor:
         num_nodes: int = 10,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[list[NamedTuple]]]:
-        """Returns the nodes, and pairs of them, that predictions hang on: `Contribution`s.
+        """Returns the nodes and pairs that predictions depend on most, as `Contribution`s.
 
-        They are lists by set and by score of three groups, the largest first in each: knocked-out
-        nodes, with the prediction `without` each; pairs of these, as `A,B`, by what they add to the
-        part `pairs`, with the `features` by which they do most; and nodes by what the changes of
-        their states add to the part `knockout` (see predict_explain and predict_pairs).
+        For each set and score, there are three groups, each with the largest contributions first:
+        the knocked-out nodes, with the prediction `without` each of them; pairs of them, `A,B`, by
+        their contribution to the part `pairs`, with the `features` that contribute most; and nodes
+        by the contribution of their changes to the part `knockout` (see predict_explain and
+        predict_pairs).
 
         Args:
-            sets, columns: those of `predict`.
-            num_nodes: the most nodes and pairs of each set and score.
+            sets, columns: as in `predict`.
+            num_nodes: the largest number of nodes and pairs for each set and score.
 
         Raises:
-            UserError: as `predict`, or there is no predict_explain.py.
+            UserError: as in `predict`, or predict_explain.py is missing.
         """
         if num_nodes < 1:
             raise UserError(f"num_nodes={num_nodes} must be at least 1")
@@ -491,7 +501,7 @@ class Predictor:
     def _chunks(
         self, sets: list[str], unknown: str, columns: Mapping[str, Sequence[Any]] | None
     ) -> Iterator[tuple[np.ndarray, Chunk]]:
-        """Yields some sets at once, and where those of them stand that have no unknown node."""
+        """Yields sets in chunks, with the positions of those that have no unknown nodes."""
         columns = columns or {}
         for name, cells in columns.items():
             if name == "genes":

@@ -1,7 +1,7 @@
-"""What has changed since a run has made its steps: options, and the code that decides numbers.
+"""Finds what has changed since a run made its steps: options, and the code that affects numbers.
 
-A checkpoint names the code of its steps by `code_of_steps`. A resumed run and a prediction compare
-it with theirs, and ranks compare theirs with each other.
+A checkpoint contains hashes of its code, from `code_of_steps`. A resumed run and a prediction
+compare them with their own, and ranks compare theirs with each other.
 """
 
 import hashlib
@@ -17,18 +17,19 @@ from parts import FOLDER
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
-VERSION = re.compile(r"^(python|torch|CUDA|torch-geometric|numpy): (.*)", re.M)  # environment.txt
-# How the names of files begin that decide no numbers of a model.
+# Lines of environment.txt.
+VERSION = re.compile(r"^(python|torch|CUDA|torch-geometric|numpy): (.*)", re.M)
+# Prefixes of files that do not affect the numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
 
 def compare_steps(
     folder: Any, state: TrainState, checkpoint: Mapping[str, Any], steps_per_epoch: int
 ) -> None:
-    """Logs which options and code of a checkpoint's steps differ from those of a `RunFolder`.
+    """Logs the options and code files of a checkpoint that differ from those of a `RunFolder`.
 
-    Raises `UserError` if no step is left to make and options differ, unless all that they do is to
-    end the run sooner, or if it was tested by other code.
+    Raises `UserError` if no step is left to make and options differ, unless they only end the run
+    sooner. Also raises it if no step is left to make and the run was tested with different code.
     """
     changed = folder.changed_options(checkpoint, "noted")
     edited = other_code(checkpoint, folder.origin.code)
@@ -42,7 +43,8 @@ def compare_steps(
     earlier = replace(optim, epochs=epochs, patience=patience)
     was_trained = state.is_trained(earlier, steps_per_epoch)
     only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
-    # A run that failed in its test, by code that was mended since, is tested.
+    # A run whose test failed because of an error in the code may be tested again after that is
+    # fixed.
     is_tested = (folder.path / "test.tsv").exists()
     is_trained = state.is_trained(optim, steps_per_epoch)
     if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
@@ -55,9 +57,9 @@ def compare_steps(
 
 
 def note_other_versions(earlier: str, this_start: str) -> None:
-    """Logs which versions of this start are others than those of the last one in environment.txt.
+    """Logs the versions of this start that differ from those of the last start in environment.txt.
 
-    They may change the last digits of what follows.
+    They may change the last digits of the results.
     """
     of_last = dict(VERSION.findall(earlier))
     changed = [
@@ -72,16 +74,18 @@ def note_other_versions(earlier: str, this_start: str) -> None:
 
 
 def code_of_steps() -> dict[str, str]:
-    """Returns the `code_digests` of a process that trains, with what it may load later."""
+    """Returns the `code_digests` of training, including modules that it may load later."""
     return code_digests("train", "mask_copies", "model_graphs")
 
 
 def code_digests(*scripts: str) -> dict[str, str]:
-    """Returns a hash of each file of ours that this process runs and that decides numbers.
+    """Returns a hash of each file of this project that this process runs and that affects numbers.
 
-    These are the loaded modules, a user's own, too, and `scripts`, which may run as `__main__`.
+    These are the loaded modules, including those that users have added, and `scripts`, which may
+    run as `__main__`.
     """
-    ours = {path.stem for path in FOLDER.iterdir()}  # few, while thousands of modules are loaded
+    # Few names, while thousands of modules are loaded.
+    ours = {path.stem for path in FOLDER.iterdir()}
     names = {name for name in {*sys.modules, *scripts} if name.partition(".")[0] in ours}
     places = [name.replace(".", "/") for name in names]
     files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
@@ -89,7 +93,7 @@ def code_digests(*scripts: str) -> dict[str, str]:
 
 
 def hashes_of(files: Iterable[str]) -> dict[str, str]:
-    """Returns a hash of each file of ours that is there."""
+    """Returns a hash of each file that exists in this folder."""
     digests = {}
     for file in sorted(files):
         path = FOLDER / file
@@ -99,10 +103,11 @@ def hashes_of(files: Iterable[str]) -> dict[str, str]:
 
 
 def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """Names the files of `code_digests` that were others for a checkpoint, "" if none was.
+    """Returns a text with the files of `code_digests` that differ for a checkpoint, "" if none.
 
-    A checkpoint that names no code is taken as it is. A file that only one of the two has does not
-    count: options ask for those of parts, and of others, the one that imports it has changed.
+    A checkpoint without hashes counts as equal. Files that only one of the two has are ignored:
+    options select the files of optional parts, and for other files, the module that imports them
+    has changed.
     """
     earlier = checkpoint.get("code") or code
     edited = sorted(file for file in code.keys() & earlier.keys() if code[file] != earlier[file])

@@ -1,6 +1,6 @@
 """The run folder: lock, logs, checkpoints, metrics, status, curves and test.tsv.
 
-Only global rank 0 writes, except for each rank's own log and trace. docs/runs.md describes the
+Only rank 0 writes, except that each rank has its own log and trace. docs/runs.md describes the
 files.
 """
 
@@ -41,18 +41,18 @@ log = logging.getLogger("run_folder")
 
 
 class Warnings(logging.Handler):
-    """Keeps the texts of warnings, each once, while it is a handler of a logger."""
+    """A logging handler that collects the texts of warnings, each text once."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
-        self.texts = {}  # whose keys they are, in order
+        self.texts = {}  # a dict used as an ordered set
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:
             self.texts[record.getMessage()] = None
 
 
-warnings_so_far = Warnings()  # of this process
+warnings_so_far = Warnings()  # all warnings of this process
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class LogConfig:
 
 
 class RunFolder:
-    """The files of a run of a `config.Config`.
+    """The files of a run with a `config.Config`.
 
-    `rivals` are the names of other predictions, whose metrics stand beside the model's.
+    `rivals` are the names of the predictions whose metrics are reported with the model's.
     """
 
     def __init__(self, config: Any, ddp: Distributed, origin: Origin, rivals: Sequence[str] = ()):
@@ -99,18 +99,21 @@ class RunFolder:
         self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
-        self.saved = {"step": 0, "epoch": 0}  # of the checkpoint with which a start goes on
-        self.rows = []  # of metrics.jsonl
+        self.saved = {"step": 0, "epoch": 0}  # the checkpoint that a restart would resume from
+        self.rows = []  # the rows of metrics.jsonl
         self.profiler = None
-        self.loss_and_speed = ""  # of the last steps
-        self.first_step = 0  # of this process: a resumed run's speed is not that of earlier ones
+        self.loss_and_speed = ""  # a text about the last steps
+        self.first_step = 0  # the first step of this process, for its speed
         self.last_step = 0
-        self.started_at = 0.0  # seconds, as `time.perf_counter`
+        self.started_at = 0.0  # from `time.perf_counter`, in seconds
 
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
     def open(cls, *arguments: Any) -> "RunFolder":
-        """Makes and locks the folder, by the class's arguments; raises `UserError` on all ranks."""
+        """Creates and locks the folder, given the arguments of the class.
+
+        Raises `UserError` on all ranks if the folder is not writable or in use.
+        """
         folder = cls(*arguments)
         with folder.ddp.sync_errors():
             if folder.ddp.rank == 0:
@@ -121,9 +124,10 @@ class RunFolder:
         return folder
 
     def _lock(self) -> None:
-        """Waits for ranks of a killed torchrun and their DataLoader workers, which take seconds.
+        """Locks the folder; raises `UserError` if it remains locked for 10 seconds.
 
-        The file that is locked is none that people move away, as they do with logs.
+        Ranks of a killed torchrun and their DataLoader workers need time to exit. The lock is a
+        separate file, because users may move logs.
         """
         self.lock = self.ddp.cleanup.enter_context((self.checkpoints / ".lock").open("a"))
         for _ in range(100):
@@ -143,10 +147,11 @@ class RunFolder:
         self.ddp.cleanup.callback(logging.getLogger().removeHandler, handler)
 
     def resume(self, state: TrainState, steps_per_epoch: int) -> None:
-        """Brings the state to where the run was, or to where it starts, and starts the files.
+        """Restores the state from the checkpoint to resume from, if any, and opens the files.
 
-        That is the folder's newest checkpoint or, in an empty folder, what run.resume or run.init
-        name. A collective; raises `UserError` on every rank.
+        This is the newest checkpoint of the folder. In an empty folder, it is that of run.resume,
+        or the parameters are initialised from run.init. A collective; raises `UserError` on every
+        rank.
         """
         checkpoint = None
         with self.ddp.sync_errors():
@@ -155,7 +160,7 @@ class RunFolder:
                 init = self.config.run.init
                 if checkpoint is not None:
                     self._check_is_same_run(checkpoint)
-                elif init:  # the other ranks get the parameters from DDP
+                elif init:  # DDP broadcasts the parameters to the other ranks
                     from run_transfer import take_parameters
 
                     take_parameters(state.model, read_checkpoint(init), self.origin)
@@ -190,9 +195,9 @@ class RunFolder:
             )
 
     def changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
-        """Returns {"section.key": earlier value} of options under this `resume` rule that differ.
+        """Returns {"section.key": earlier value} of the changed options with this `resume` rule.
 
-        One that the checkpoint lacks was at its default.
+        An option that the checkpoint does not have was at its default.
         """
         rules = self.config.resume_rules()
         defaults = type(self.config)().options()
@@ -205,7 +210,10 @@ class RunFolder:
         return changed
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
-        """Returns the newest readable one, or that of run.resume, if set; raises `UserError`."""
+        """Returns the newest readable checkpoint, that of run.resume, or None.
+
+        Raises `UserError` if none of the folder's checkpoints can be read.
+        """
         resume = self.config.run.resume
         paths = [*self.step_files(), *self.checkpoints.glob("best.pt")]
         for path in paths:
@@ -218,7 +226,7 @@ class RunFolder:
                 ignored = "run.init and run.resume are ignored"
                 log.info(f"note      {self.path} resumes from {path}: {ignored}")
             return checkpoint
-        if paths:  # which the run would overwrite
+        if paths:  # the run would overwrite them
             problem = f"none of the checkpoints in {self.checkpoints} can be read"
             raise UserError(f"{problem}: move them away, or set another run.name")
         return None if resume == "auto" else read_checkpoint(resume)
@@ -228,7 +236,7 @@ class RunFolder:
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def _start_files(self, state: TrainState, ranks: str, steps_per_epoch: int) -> None:
-        """Opens the other ranks' logs, and records configuration, environment and metrics."""
+        """Opens the other ranks' logs; rank 0 writes configuration, environment and metrics."""
         with explain_write_errors(self.path, UserError):
             if self.ddp.rank != 0:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -237,7 +245,8 @@ class RunFolder:
             write_atomically(self.path / "config.yaml", [self.config.text()])
             self._add_environment(ranks)
             if not state.is_trained(self.config.optim, steps_per_epoch):
-                for name in ("test.tsv", "test.json", "test.svg"):  # of an earlier end
+                # Left by an earlier end of the run.
+                for name in ("test.tsv", "test.json", "test.svg"):
                     (self.path / name).unlink(missing_ok=True)
             self._open_metrics(state)
         is_resumed = state.step > 0 or state.best is not None
@@ -250,22 +259,25 @@ class RunFolder:
     def _restore_best(
         self, checkpoint: dict[str, Any], state: TrainState, steps_per_epoch: int
     ) -> None:
-        """Writes best.pt, unless it is of that validation, with the checkpoint's optimiser."""
+        """Restores best.pt, unless it already belongs to the best validation.
+
+        The new file has the optimiser state of the checkpoint.
+        """
         path = self.checkpoints / "best.pt"
         step = state.best["step"]
-        with contextlib.suppress(Exception):  # a damaged file fails in many ways
+        with contextlib.suppress(Exception):  # reading a damaged file can raise any exception
             if load_file(path, mmap=True)["best"] == state.best:
                 return
         saved = {name: value for name, value in checkpoint.items() if name != "file"}
         best = {**saved, "model": state.best_model, "best_model": None}
         best |= {"step": step, "epoch": step // steps_per_epoch}
         with explain_write_errors(path, UserError):
-            if not self.step_files():  # or the next start would go on from best.pt
+            if not self.step_files():  # otherwise, the next start would resume from best.pt
                 save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
             save_atomically(path, best)
 
     def _add_environment(self, ranks: str) -> None:
-        """Adds this start to environment.txt, and notes versions that its last start had not."""
+        """Adds this start to environment.txt, and logs versions that differ from the last start."""
         path = self.path / "environment.txt"
         earlier = path.read_text("utf-8") if path.exists() else ""
         this_start = environment(self.ddp.command, ranks)
@@ -275,7 +287,7 @@ class RunFolder:
             changes.note_other_versions(earlier, this_start)
 
     def _open_metrics(self, state: TrainState) -> None:
-        """Opens metrics.jsonl without the rows that the run will repeat."""
+        """Opens metrics.jsonl, and removes the rows that the run will repeat."""
         path = self.path / "metrics.jsonl"
         for row in read_metrics(path) if path.exists() else []:
             is_past = row["kind"] != "test" and row.get("step", 0) <= state.step
@@ -288,7 +300,10 @@ class RunFolder:
 
     # ---- Writing ---------------------------------------------------------------------------------
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
-        """Appends a row to metrics.jsonl, null for non-finite numbers; a val row redraws curves."""
+        """Appends a row to metrics.jsonl; a row of kind val also redraws the curves.
+
+        Non-finite numbers are written as null.
+        """
         if self.ddp.rank != 0:
             return
         epoch = state.epoch + 1 if kind == "train" else state.epoch
@@ -306,13 +321,13 @@ class RunFolder:
                 write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
-        """Writes this step's checkpoint on rank 0 and, if it `is_best`, best.pt.
+        """Writes this step's checkpoint and, if it `is_best`, best.pt, on rank 0.
 
-        The `model` of best.pt is what was validated, the model's weights or, say, their average. A
+        In best.pt, `model` contains the parameters that were validated, such as an average. A
         collective; raises `RunError` on every rank.
         """
         if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
-            state.optimizer.consolidate_state_dict()  # each rank holds a shard
+            state.optimizer.consolidate_state_dict()  # collects the shards of all ranks
         with self.ddp.sync_errors(phase="save"):
             if self.ddp.rank != 0:
                 return
@@ -325,8 +340,11 @@ class RunFolder:
                     )
             path = self.checkpoints / f"step_{state.step:08d}.pt"
             with explain_write_errors(path):
-                os.fsync(self.metrics.fileno())  # never a checkpoint without its rows
-                if is_best:  # first: a run that is killed here goes on from the step before
+                # The rows must be on the disk before the checkpoint.
+                os.fsync(self.metrics.fileno())
+                # Write best.pt first: if the run is killed here, it resumes from the previous
+                # checkpoint.
+                if is_best:
                     validated = {"model": state.best_model, "best_model": None}
                     save_atomically(self.checkpoints / "best.pt", checkpoint | validated)
                 save_atomically(path, checkpoint)
@@ -337,7 +355,10 @@ class RunFolder:
             self.write_status("running")
 
     def event(self, event: str, state: TrainState, reason: str = "") -> None:
-        """Records started, resumed, stopped, failed or finished in status.json and the metrics."""
+        """Records an event in status.json and the metrics.
+
+        Events are started, resumed, stopped, failed and finished.
+        """
         self.write_status("running" if event in ("started", "resumed") else event, reason)
         self.write(
             "event",
@@ -349,7 +370,7 @@ class RunFolder:
         )
 
     def write_status(self, state: str, reason: str = "") -> None:
-        """Writes status.json, with the step of the last checkpoint and the warnings so far."""
+        """Writes status.json, with the step of the last checkpoint and all warnings so far."""
         if self.ddp.rank != 0:
             return
         warnings = list(warnings_so_far.texts)
@@ -358,7 +379,10 @@ class RunFolder:
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 
     def finish(self, state: TrainState, test: dict[str, Any], lines: Iterable[str]) -> None:
-        """A collective that writes test row and test.tsv, and ends the run; raises `RunError`."""
+        """Writes the test row and test.tsv, and marks the run as finished.
+
+        A collective; raises `RunError` on every rank.
+        """
         path = self.path / "test.tsv"
         with self.ddp.sync_errors(phase="save"), explain_write_errors(path):
             if self.ddp.rank == 0:
@@ -372,31 +396,32 @@ class RunFolder:
 
     def stop(self, state: TrainState, reason: str) -> None:
         """Records that the run stopped on request, and removes the file STOP."""
-        # Every rank, as the disk need not be shared; another one may have been faster.
+        # Every rank does this, because the disk need not be shared. Another rank may already have
+        # removed the file.
         (self.path / "STOP").unlink(missing_ok=True)
         self.event("stopped", state, reason)
         log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
 
     def progress(self, step: int) -> str:
-        """Returns the time left for the run, if there is some, and loss and speed."""
+        """Returns the remaining time of the run, if it is known, with the last loss and speed."""
         steps_done = step - self.first_step
         if steps_done == 0 or step == self.last_step:
             return self.loss_and_speed
-        seconds = time.perf_counter() - self.started_at  # validations included
+        seconds = time.perf_counter() - self.started_at  # includes validations
         left = tqdm.format_interval(seconds / steps_done * (self.last_step - step))
         return f"run: {left} left  {self.loss_and_speed}".rstrip()
 
     # ---- Traces ----------------------------------------------------------------------------------
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:
-        """Traces log.profile_steps steps, if any, after three steps; `profile_step` ends a step."""
+        """Traces log.profile_steps steps after three other steps; `profile_step` ends a step."""
         num_steps = self.config.log.profile_steps
         if not num_steps:
             yield
             return
         file = str(self.path / f"trace.rank{self.ddp.rank}.json")
-        # Waiting and warming up take 3 steps: with CUDA graphs, the optimiser's is captured in the
-        # third, before tracing starts. Before CUDA 12.6, a capture may crash under CUPTI.
+        # Waiting and warm-up take 3 steps, so that the CUDA graph of the optimiser is captured (in
+        # the third step) before tracing starts. Before CUDA 12.6, a capture may crash under CUPTI.
         schedule = torch.profiler.schedule(wait=1, warmup=2, active=num_steps, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=lambda profiler: profiler.export_chrome_trace(file)
@@ -418,22 +443,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"cannot read {path}: {reason_of(error)}") from None
     rows = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # a line cut off by a kill
+        with contextlib.suppress(ValueError):  # skips a line that a kill has cut off
             rows.append(json.loads(line))
     return rows
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Returns the content of a run's status.json, nothing if it cannot be read."""
+    """Returns the content of a run's status.json, {} if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / "status.json").read_text("utf-8"))
     return {}
 
 
 def environment(command: list[str], ranks: str) -> str:
-    """Returns the command, the git commit, the packages' versions and the table of ranks."""
+    """Returns the text for environment.txt: command, git commit, versions and the ranks."""
     folder = shlex.quote(str(Path(__file__).resolve().parent))
-    # A hook of git sets these variables.
+    # These variables are set if git runs this process in a hook.
     here = f"env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE git -C {folder}"
     commit = subprocess.getoutput(f"{here} describe --always --dirty --abbrev=40")
     packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")

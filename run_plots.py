@@ -1,7 +1,7 @@
-"""The plots of a run, as SVG, for which no package is needed.
+"""The plots of a run, as SVG, without a plotting package.
 
-A `Panel` is a grid with round numbers on each axis; `curves_svg` draws lines in two of them,
-`predictions_svg` points in one.
+A `Panel` is a grid with round numbers on each axis. `curves_svg` draws lines in two panels, and
+`predictions_svg` draws points in one.
 """
 
 import html
@@ -19,17 +19,17 @@ BLUE = "#228be6"
 ORANGE = "#e8590c"
 COLOURS = (BLUE, ORANGE, "#2f9e44", "#be4bdb", "#f08c00", "#0c8599")
 STYLE = f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" fill="{GREY}"'
-LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # of a grid
-MOST_TICKS = 7  # numbers on an axis
-POINTS = 2000  # of scores at most
-COLOURED = 6  # targets with a colour of their own at most
+LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # style of a grid's lines
+MOST_TICKS = 7  # largest number of numbers on an axis
+POINTS = 2000  # largest number of points
+COLOURED = 6  # largest number of targets that each have their own colour
 
 Point = tuple[float, float]
 
 
 @dataclass
 class Panel:
-    """An area of a figure, whose upper left corner is at (0, 0), and the numbers on its axes."""
+    """An area of a figure with its upper left corner at (0, 0), and the numbers on its axes."""
 
     width: float
     height: float
@@ -37,7 +37,7 @@ class Panel:
     y_ticks: list[float]
 
     def place(self, point: Point) -> Point:
-        """Returns a point's distances from the panel's left and upper side."""
+        """Returns a point's distances from the panel's left and upper edges."""
         x, y = point
         x_low, x_high = self.x_ticks[0], self.x_ticks[-1]
         y_low, y_high = self.y_ticks[0], self.y_ticks[-1]
@@ -46,7 +46,7 @@ class Panel:
         return right, down
 
     def grid(self) -> list[str]:
-        """Returns the SVG of a line for each number on the axis of y, and of both axes' numbers."""
+        """Returns the SVG of both axes' numbers, and of a line for each number on the y axis."""
         svg = []
         for y, label in zip(self.y_ticks, labels_of(self.y_ticks), strict=True):
             _, down = self.place((self.x_ticks[0], y))
@@ -60,7 +60,7 @@ class Panel:
 
 @dataclass
 class Curve:
-    """Points of a panel that a line connects."""
+    """Points of a panel that are connected by a line."""
 
     label: str
     colour: str
@@ -68,15 +68,15 @@ class Curve:
 
 
 def centred_text(x: float, y: float, text: str) -> str:
-    """Returns a text whose middle is at x."""
+    """Returns the SVG of a text that is centred at x."""
     return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{text}</text>'
 
 
 def round_ticks(values: Sequence[float], least_step: float = 0.0) -> list[float]:
-    """Returns the numbers on an axis that covers all values, from end to end.
+    """Returns the numbers on an axis, from end to end, which cover all values.
 
-    They are consecutive multiples of a step, which is 1, 2 or 5 times a power of ten. An axis of
-    equal values begins or ends at 0.
+    They are consecutive multiples of a step that is 1, 2 or 5 times a power of ten. If all values
+    are equal, the axis begins or ends at 0.
     """
     low = min(values, default=0.0)
     high = max(values, default=0.0)
@@ -93,13 +93,13 @@ def round_ticks(values: Sequence[float], least_step: float = 0.0) -> list[float]
 
 
 def multiples(step: float, low: float, high: float) -> list[float]:
-    """Returns the multiples of a step from the last below `low` to the first above `high`."""
+    """Returns the multiples of a step that cover the range from `low` to `high`."""
     numbers = range(math.floor(low / step), math.ceil(high / step) + 1)
     return [step * number for number in numbers]
 
 
 def labels_of(ticks: Sequence[float]) -> list[str]:
-    """Returns the numbers of an axis as texts, with all digits in which they differ."""
+    """Returns the numbers of an axis as texts, with enough digits to distinguish them."""
     largest = max(abs(ticks[0]), abs(ticks[-1]))
     digits = 3 + int(math.log10(largest / (ticks[1] - ticks[0])))
     return [f"{tick:,.{max(6, digits)}g}" for tick in ticks]
@@ -108,8 +108,8 @@ def labels_of(ticks: Sequence[float]) -> list[str]:
 def curves_svg(rows: Sequence[dict], metric: str, rivals: Sequence[str]) -> str:
     """Returns an SVG of the loss and a metric in metrics.jsonl, against the optimiser step.
 
-    The metric stands beside that of each of the rivals, given their names. Both have a mark at the
-    step of best.pt.
+    The metric is drawn with those of the rivals, given their names. Both panels mark the step of
+    best.pt.
     """
     loss_curves = [
         Curve("training", BLUE, points_of(rows, "train", "loss")),
@@ -139,7 +139,7 @@ def step_of_best(rows: Sequence[dict]) -> int | None:
 
 
 def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
-    """Returns step and value of all rows of a kind that have the value."""
+    """Returns (step, value) of all rows of a kind that have the value."""
     points = []
     for row in rows:
         if row["kind"] == kind and row.get(key) is not None:
@@ -150,7 +150,7 @@ def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
 def curves_panel(
     left: int, title: str, curves: Sequence[Curve], last_step: int, best_step: int | None
 ) -> list[str]:
-    """Returns the lines of one panel: the label and the line of each curve over a grid."""
+    """Returns the SVG of one panel: the label and the line of each curve over a grid."""
     values = [value for curve in curves for _, value in curve.points]
     panel = Panel(380, 240, round_ticks([0, last_step], least_step=1.0), round_ticks(values))
     svg = [f'<g transform="translate({left} 64)">']
@@ -172,10 +172,10 @@ def curves_panel(
 
 
 def predictions_svg(y: Tensor, prediction: Tensor, targets: Sequence[str]) -> str:
-    """Returns an SVG of the scores [n, T] against their predictions, a colour for each target.
+    """Returns an SVG of the scores [n, T] against their predictions, in one colour per target.
 
-    A target's label is its name and Pearson's r. Of several targets, each is in units of its
-    standard deviation; more than `COLOURED` are plotted together.
+    A target's label is its name and Pearson's r. If there are several targets, each is in units of
+    its standard deviation. More than `COLOURED` targets are plotted in one colour.
     """
     r = pearson(y, prediction)
     unit = ""
@@ -201,9 +201,9 @@ def predictions_svg(y: Tensor, prediction: Tensor, targets: Sequence[str]) -> st
 
 
 def scatter_svg(groups: Sequence[tuple[str, Sequence[Point]]], x_label: str, y_label: str) -> str:
-    """Returns groups of points, each in a colour of its own, that of its label, and the diagonal.
+    """Returns an SVG of groups of points, with a colour and a label for each, and the diagonal.
 
-    They lie in a square with the same numbers on both axes.
+    Both axes of the square have the same numbers.
     """
     ticks = round_ticks([value for _, points in groups for point in points for value in point])
     panel = Panel(400, 400, ticks, ticks)

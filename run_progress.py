@@ -1,4 +1,4 @@
-"""Progress bars, on stderr if that is a terminal."""
+"""Progress bars on stderr, if stderr is a terminal."""
 
 import sys
 from collections.abc import Iterable
@@ -7,15 +7,15 @@ from threading import RLock
 
 from tqdm import tqdm
 
-DELAY_S = 5.0  # what takes less has no bar
-MANY = 100_000  # of which a bar shows thousands or millions
+DELAY_S = 5.0  # a loop that takes less time has no bar
+MANY = 100_000  # from this number of steps on, a bar counts in thousands or millions
 
 
 class ProgressBar(tqdm):
-    monitor_interval = 0  # seconds; 0: without tqdm's thread, which looks for bars that have stuck
+    monitor_interval = 0  # seconds; 0: without tqdm's thread, which updates bars that hang
 
 
-# tqdm's own lock is one of processes, too: a rank that fails would leave a semaphore behind.
+# tqdm's default lock also locks processes, and a rank that fails would leave a semaphore behind.
 ProgressBar.set_lock(RLock())
 
 
@@ -26,10 +26,10 @@ def progress_bar(
     delay: float = DELAY_S,
     is_shown: bool = True,
 ) -> ProgressBar:
-    """Returns a bar that counts the steps that are iterated, or the calls of its method `update`.
+    """Returns a bar that counts the steps of an iterable, or the calls of its method `update`.
 
-    A single step has no bar. It appears after `delay` seconds; where all ranks count alike,
-    `is_shown` is for rank 0.
+    There is no bar for a single step. The bar appears after `delay` seconds. If all ranks make the
+    same steps, set `is_shown` only on rank 0.
     """
     is_number = isinstance(steps, int)
     total = steps if is_number else length_hint(steps)

@@ -1,4 +1,4 @@
-"""The results of a run, test.tsv: scores, predictions and those of rivals, of the test rows.
+"""The results of a run, test.tsv: scores and predictions of the test rows, also of rivals.
 
 Shapes: n rows of T targets.
 """
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from data_tables import Tables
 
-NUMBER = ".12g"  # the format of all numbers in tables, in which 1e6 + 1e-3 is not 1e6
-OUTPUT = "prediction_"  # begins the suffix of a column of what is predicted beside the score
+NUMBER = ".12g"  # the format of all numbers in tables; with it, 1e6 + 1e-3 differs from 1e6
+OUTPUT = "prediction_"  # prefix of the names of all predictions except `prediction`
 
 
 def result_lines(
     tables: Tables, predictions: dict[str, Tensor], rivals: dict[str, Tensor]
 ) -> Iterator[str]:
-    """Yields the lines of test.tsv: the header, and one for each test row.
+    """Yields the lines of test.tsv: the header, and one line for each test row.
 
-    A row has its nodes; the number of those that are unseen, for each target if these numbers
-    differ; and their names. Then follow the weight or the `sd` if the table has them, and for each
-    target score, prediction, what else is predicted, as `<target>_prediction_<name>`, and the
-    predictions of the rivals, as `<target>_<rival>`. A missing score is an empty cell. Predictions
-    are [n, T] each by name, of the test rows; `prediction` comes first.
+    A row begins with its nodes, the number of unseen nodes (for each target if these numbers
+    differ) and the names of the unseen nodes. Then follow the weight or the `sd`, if the table has
+    one. For each target, it has the score, the prediction, all other predictions as
+    `<target>_prediction_<name>`, and the predictions of rivals as `<target>_<rival>`. A missing
+    score is an empty cell. `predictions` and `rivals` are those of the test rows, by name, [n, T]
+    each; `prediction` comes first.
     """
     rows = tables.rows("test")
     of_targets = [tables.y[rows], *predictions.values(), *rivals.values()]
@@ -48,7 +49,8 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
     perturbed = tables.perturbed[is_in_split]
     genes = tables.names(perturbed, tables.level[is_in_split])
     present = ~tables.y[tables.sample()[is_in_split]].isnan()
-    is_unseen = (present & ~tables.is_seen()[perturbed]).any(dim=1)  # for a score of the row
+    # Unseen for at least one score of the row.
+    is_unseen = (present & ~tables.is_seen()[perturbed]).any(dim=1)
     names = []
     for node, is_named in zip(perturbed.tolist(), is_unseen.tolist(), strict=True):
         names.append(tables.genes[node] if is_named else "")
@@ -67,8 +69,8 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
 
 
 def table_lines(labels: Iterator[str], numbers: Tensor) -> Iterator[str]:
-    """Yields a line for each row of numbers [n, C]: its label, and a cell each, empty for nan."""
+    """Yields a line for each row of numbers [n, C]: its label, and one cell each, empty for nan."""
     template = f"\t%{NUMBER}" * numbers.size(1) + "\n"
-    for some_numbers in numbers.split(100):  # as lists, they take four times the memory
+    for some_numbers in numbers.split(100):  # in blocks, because lists take four times the memory
         for row in some_numbers.tolist():
             yield next(labels) + (template % tuple(row)).replace("\tnan", "\t")

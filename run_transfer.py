@@ -1,4 +1,4 @@
-"""Parameters from a run on other tables, by the names of nodes, relations, features, outputs."""
+"""Initialises parameters from a run on other tables, by names of nodes, relations and so on."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -11,8 +11,9 @@ from errors import UserError
 from run_checkpoint import Origin
 
 log = logging.getLogger("run_transfer")
-# By class, its parameters with an entry for each node, relation, feature, output or response of a
-# node, and in which dimension. Those that are fitted to the tables before training are not taken.
+# For each class, its parameters with an entry for each node, relation, feature, output or effect of
+# a node (here "responses"), and the dimension of the entries. Parameters that are fitted to the
+# tables before training are not taken.
 HEAD = (("head.2.weight", "outputs", 0), ("head.2.bias", "outputs", 0))
 ENTRIES = {
     "Encoder": (
@@ -38,7 +39,7 @@ ENTRIES = {
 
 
 def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
-    """Returns the `ENTRIES` of the modules, by the parameter's name and the dimension."""
+    """Returns the `ENTRIES` of a model's modules: {parameter name: {dimension: kind}}."""
     entries = {}
     for prefix, module in model.named_modules():
         for base in type(module).__mro__:
@@ -48,12 +49,13 @@ def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
 
 
 def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Origin) -> None:
-    """Copies the parameters of a checkpoint, on any tables, that match by name and shape.
+    """Copies the parameters of a checkpoint of any tables that match by name and shape.
 
-    `ENTRIES` say which dimensions of them have an entry for each node, relation, feature, output or
-    feature of pairs. Of these, the entries are copied whose names, in `origin`, both have. Those
-    with entries for the responses of a node are copied if both have the same responses, such as to
-    losses and to gains. Those that are fitted to the tables before training stay.
+    `ENTRIES` are the dimensions with an entry for each node, relation, feature, output or feature
+    of pairs. In these, the entries whose names are in both the checkpoint and `origin` are copied.
+    Parameters with entries for the effects of a node are copied if both have the same kinds of
+    effects, such as losses and gains. Parameters that are fitted to the tables before training are
+    not copied. Raises `UserError` if there is nothing to copy.
     """
     kinds_left = {"fitted"}
     if responses_of(checkpoint.get("basis")) != responses_of(origin.basis):
@@ -83,7 +85,7 @@ def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Ori
 
 
 def same_but_for(dims: Collection[int], parameter: Tensor, saved: Tensor) -> bool:
-    """Returns whether two parameters have the same shape but for the sizes in some dimensions."""
+    """Returns whether two parameters have the same shape except in some dimensions."""
     if parameter.dim() != saved.dim():
         return False
     sizes = enumerate(zip(parameter.shape, saved.shape, strict=True))
@@ -97,11 +99,12 @@ def copy_entries(
     origin: Origin,
     checkpoint: Mapping[str, Any],
 ) -> list[str]:
-    """Copies the entries of which both have the names in all dimensions that have names.
+    """Copies the entries whose names are in both parameters, in all dimensions with names.
 
-    `kinds` says what the names of a dimension are. Returns how many of these are shared.
+    `kinds` maps these dimensions to the kind of their names. Returns how many names are shared in
+    each.
     """
-    ours = []  # places in each dimension
+    ours = []  # positions in each dimension
     theirs = []
     counts = []
     for dim, size in enumerate(parameter.shape):
@@ -118,7 +121,7 @@ def copy_entries(
 
 
 def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
-    """Notes the relations, features and targets of `origin` that a checkpoint has not."""
+    """Logs the relations, features and targets of `origin` that a checkpoint does not have."""
     for kind in ("relations", "features", "targets"):
         saved_names = checkpoint.get(kind, [])
         lacking = [name for name in getattr(origin, kind) if name not in saved_names]
@@ -131,5 +134,5 @@ def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
 
 
 def responses_of(basis: Tensor | None) -> list[list[bool]]:
-    """Returns for each response of a node whether it is one to each of the three `mask.doses`."""
+    """Returns which of the three `mask.doses` each effect of a node depends on."""
     return [] if basis is None else (basis != 0).T.tolist()

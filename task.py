@@ -1,8 +1,9 @@
-"""The task: everything between the tables and the loss of a run, as one object.
+"""The task of a run: everything between its tables and its loss, as one object.
 
-`KnockoutTask` reads the tables, builds graph, dataset and model, and says what a prediction is
-worth, beside rivals that predict without it. It never touches DDP, the optimiser, the order of the
-samples or a seed; those are in train.py. A task of your own keeps the names that others use.
+`KnockoutTask` reads the tables, builds the graph, the dataset and the model, and computes the
+metrics of predictions and of rivals, which predict without the model. It does not use DDP, the
+optimiser, the order of the samples or a seed; these belong to train.py. If you write your own task,
+keep the names that other modules use.
 
 Shapes: N nodes, n rows of T targets, B samples in a batch, C columns of a target.
 """
@@ -36,22 +37,24 @@ log = logging.getLogger("task")
 
 @dataclass
 class KnockoutTask:
-    """The tables of a run, and what is made of them."""
+    """The tables of a run, and the graph, dataset and baseline that are built from them."""
 
     config: Config
     tables: Tables
-    fingerprint: str  # a hash of the tables
-    graph: SharedGraph  # on the device
-    criterion: Criterion  # what a model's output means, on the device
+    fingerprint: str  # hash of the tables
+    graph: SharedGraph  # on the training device
+    criterion: Criterion  # loss and meaning of the model's outputs, on the training device
     dataset: KnockoutDataset
-    route: str  # how the model passes messages, for the log
-    basis: Tensor  # of which `mask.doses` each response of a node is the sum, float64 [3, K]
-    start: Any = None  # the `Baseline` with which training starts; None: it starts from the mean
-    rivals: dict[str, Tensor] = field(default_factory=dict)  # predictions of all rows, [n, T] each
+    route: str  # the method of message passing, for the log
+    # Maps the three `mask.doses` of a level to the K doses of a node's effects, float64 [3, K].
+    basis: Tensor
+    start: Any = None  # the `Baseline` that training starts from; None: the mean of the scores
+    # Name of each rival: its predictions of all rows, float64 [n, T].
+    rivals: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def load(cls, config: Config, ddp: Distributed) -> "KnockoutTask":
-        """Returns the task of the tables that `config` names; wrong input raises on every rank."""
+        """Returns the task of the tables in `config.data`; wrong input raises on every rank."""
         with ddp.sync_errors():
             return cls.from_tables(data.load(config.data), config, ddp.device)
 
@@ -67,7 +70,7 @@ class KnockoutTask:
         start = None
         rivals = {}
         if config.model.start == "baseline":
-            from baseline import load_baseline  # a part, which need not be here
+            from baseline import load_baseline  # an optional part
 
             start = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
             rivals["baseline"] = start.prediction
@@ -78,7 +81,7 @@ class KnockoutTask:
         check_metrics(criterion, config.optim.loss)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
-            from model_pairs import add_pair_features  # a part, which need not be here
+            from model_pairs import add_pair_features  # an optional part
 
             add_pair_features(dataset, graph, config.data.cache_dir, fingerprint)
         return cls(
@@ -95,15 +98,18 @@ class KnockoutTask:
         )
 
     def with_samples(self, samples: Tables) -> "KnockoutTask":
-        """Returns the task that predicts other samples, on the same graph."""
+        """Returns the task for other samples on the same graph, such as a table to predict."""
         return replace(self, tables=samples, dataset=self.dataset.with_samples(samples))
 
     def rows(self, split: str) -> Tensor:
-        """Returns the row numbers of one split, in ascending order."""
+        """Returns the row numbers of one split in ascending order, long [rows]."""
         return self.tables.rows(split)
 
     def origin(self, code: dict[str, str]) -> Origin:
-        """Returns the origin of checkpoints whose steps `code` makes, as of `code_of_steps`."""
+        """Returns the `Origin` to store in checkpoints.
+
+        `code` is the result of `code_of_steps`: hashes of the code that makes the training steps.
+        """
         pair_features = []
         if self.config.model.has_pairs:
             from model_pairs import pair_names
@@ -127,29 +133,29 @@ class KnockoutTask:
         )
 
     def build_model(self) -> nn.Module:
-        """Returns the model that is trained, on the CPU; raises `UserError`."""
+        """Returns the model to train, on the CPU; raises `UserError`."""
         options = self.config.model
         tables = self.tables
         sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
-        unseen = tables.unseen_share("val")  # training hides as many nodes
+        unseen = tables.unseen_share("val")  # the fraction of nodes that training hides
         model = KnockoutGNN(options, *sizes, unseen, self.basis, len(self.criterion.columns))
-        # In the order of a prediction's parts, behind which one of yours comes.
+        # The parts of a prediction have this order. Append your own terms.
         terms = model.terms
         hidden = options.hidden
         if options.start == "baseline" and options.readout != "global":
-            from baseline import baseline_term  # a part, which need not be here
+            from baseline import baseline_term  # an optional part
 
             terms["without_graph"] = baseline_term(self)
         if options.has_local:
             terms["local"] = LocalReadout(hidden, self.num_outputs, self.basis.size(1))
         if options.has_pairs:
-            from model_pairs import PairTerm, load_units  # a part, which need not be here
+            from model_pairs import PairTerm, load_units  # an optional part
 
             cache_dir = self.config.data.cache_dir
             units = load_units(self.graph, self.dataset, cache_dir, self.fingerprint)
             terms["pairs"] = PairTerm(units, hidden, self.num_outputs, terms["local"].read)
         if options.readout == "nodes":
-            from model_nodes import node_readout  # a part, which need not be here
+            from model_nodes import node_readout  # an optional part
 
             terms["knockout"] = node_readout(self)
         elif options.has_knockout_pass:
@@ -162,40 +168,41 @@ class KnockoutTask:
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """The shape of a model's outputs for a sample, as `by_score` gives them: (T, C)."""
+        """The shape of the model's outputs for one sample, as in `by_score`: (T, C)."""
         return self.num_targets, len(self.criterion.columns)
 
     @property
     def num_outputs(self) -> int:
-        """The number of a model's outputs for a sample, T * C."""
+        """The number of the model's outputs for one sample, T * C."""
         return math.prod(self.output_shape)
 
     @property
     def captures_steps(self) -> bool:
-        """Whether training steps are captured as CUDA graphs, where that can be done."""
+        """Whether to capture training steps as CUDA graphs, if that is possible."""
         return self.config.model.cuda_graphs and self.graph.is_on_gpu
 
     @property
     def is_cheap_per_sample(self) -> bool:
-        """Whether a sample takes little memory, so that thousands are predicted at once.
+        """Whether samples need so little memory that thousands can be predicted at once.
 
-        A GPU computes the states of many samples by blocks.
+        On a GPU, `shared` message passing computes the states of many samples in blocks of limited
+        size.
         """
         model = self.config.model
         in_blocks = self.graph.is_on_gpu and model.message_passing in ("auto", "shared")
         return in_blocks or not model.has_knockout_pass
 
     def output_names(self) -> list[str]:
-        """Returns the name of each output: those of a target lie together."""
+        """Returns the names of the T * C outputs, target by target."""
         names = []
         for target in self.tables.targets:
             names += [f"{target} {column}" for column in self.criterion.columns]
         return names
 
     def check_plan(self, model: nn.Module) -> None:
-        """Drops the plan of batches, as the log says, if `model` computes other changes itself.
+        """Removes the plan of batches if it does not give the same state changes as `model`.
 
-        A model of another class than `KnockoutGNN` has none.
+        The log reports the new route. Only a `KnockoutGNN` can have a plan.
         """
         if not isinstance(model, KnockoutGNN):
             self.dataset = replace(self.dataset, transform=None)
@@ -213,7 +220,7 @@ class KnockoutTask:
         return (batch.weight * losses).sum(dim=0)
 
     def by_score(self, output: Tensor, batch: Data) -> Tensor:
-        """Returns a model's output [B, T * C] as [B, T, C]; raises `RunError` for another shape."""
+        """Returns outputs [B, T * C] as [B, T, C]; raises `RunError` if their shape is wrong."""
         columns = self.criterion.columns
         num_samples = len(batch.y)
         if output.shape != (num_samples, self.num_outputs):
@@ -226,14 +233,15 @@ class KnockoutTask:
         return output.unflatten(1, self.output_shape)
 
     def predictions(self, output: Tensor) -> dict[str, Tensor]:
-        """Returns all that is predicted by name, [n, T] each, of outputs [n, T, C]."""
+        """Returns all predictions by name, [n, T] each, computed from outputs [n, T, C]."""
         return self.criterion.to(output.device).predictions(output)
 
     def metrics(self, split: str, output: Tensor) -> dict[str, float]:
-        """Returns the metrics of a split by name, beside the rivals', of outputs [n, T, C].
+        """Returns the metrics of a split and of the rivals by name, given outputs [n, T, C].
 
-        Each is a mean over the targets for which it is defined, nan if there are none; rows count
-        by their weights. `rows` is the number of rows, `n` that of rows with a score.
+        Each metric is the mean over the targets for which it is defined, nan if there are none.
+        Rows are weighted. `rows` is the number of rows, and `n` is the number of rows with at least
+        one score.
         """
         rows = self.rows(split)
         y = self.tables.y[rows]
@@ -251,16 +259,16 @@ class KnockoutTask:
         return {**means, "n": num_scored, "rows": len(rows)}
 
     def result_lines(self, output: Tensor) -> Iterator[str]:
-        """Yields the lines of test.tsv, of outputs of the test rows [n, T, C]."""
+        """Yields the lines of test.tsv, given outputs [n, T, C] of the test rows."""
         rivals = self.rivals_of(self.rows("test"))
         return result_lines(self.tables, self.predictions(output), rivals)
 
     def rivals_of(self, rows: Tensor) -> dict[str, Tensor]:
-        """Returns the predictions of each rival for some rows, float64 [rows, T], by its name."""
+        """Returns the predictions of each rival for some rows, by name, float64 [rows, T] each."""
         return {name: prediction[rows] for name, prediction in self.rivals.items()}
 
     def summary(self) -> str:
-        """Returns the numbers of nodes, edges and samples as a line for the log."""
+        """Returns the log line with the numbers of nodes, edges, samples and scores."""
         tables = self.tables
         counts = tables.perturbed_ptr.diff()
         splits = ", ".join(f"{len(tables.rows(split)):,} {split}" for split in SPLITS)
@@ -278,7 +286,7 @@ class KnockoutTask:
         return text
 
     def notes(self) -> list[str]:
-        """Returns sentences for the log on what may be wrong with the tables."""
+        """Returns warnings for the log about the tables and how they fit the options."""
         notes = list(self.tables.notes)
         if self.start is not None:
             notes += self.start.notes(self)
@@ -292,7 +300,7 @@ class KnockoutTask:
 
 
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
-    """Returns the dataset, with columns that functions compute, and how messages pass, a text."""
+    """Returns the dataset, and the method of message passing as a text for the log."""
     scale = 1.0 if tables.split is None else weight_scale(tables)
     dataset = KnockoutDataset(tables, graph.degree, scale=scale, out_degree=graph.out_degree)
     options = config.model
@@ -308,7 +316,10 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
 
 
 def check_scores(tables: Tables, config: Config) -> None:
-    """Raises `UserError` for scores that no training or validation row has, or of a wrong kind."""
+    """Raises `UserError` if a score has no values in training, or is invalid for the loss.
+
+    Also raises it if validation has no scores at all; otherwise, missing scores are logged.
+    """
     for split in SPLITS:
         is_missing = tables.y[tables.rows(split)].isnan().all(dim=0)
         names = [name for name, missing in zip(tables.targets, is_missing, strict=True) if missing]
@@ -322,7 +333,10 @@ def check_scores(tables: Tables, config: Config) -> None:
 
 
 def check_metrics(criterion: Criterion, loss: str) -> None:
-    """Notes metrics that take what the loss does not predict; raises `UserError` for the first."""
+    """Logs the metrics that need predictions which the loss does not have.
+
+    Raises `UserError` if the first metric is among them, because it chooses the best model.
+    """
     a_row = criterion.mean.new_zeros(1, len(criterion.mean), len(criterion.columns))
     outputs = criterion.predictions(a_row)
     for name, metric in METRICS.items():

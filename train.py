@@ -25,11 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-# OpenMP reads this when torch is imported; by default, threads that wait spin on others' cores.
+# OpenMP reads this when torch is imported. By default, waiting threads spin for a long time and
+# slow down others on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-# The first folder, also where PYTHONSAFEPATH is set: others may have modules of these names.
+# Put this folder first, even if PYTHONSAFEPATH is set: other folders may have modules with the same
+# names.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
-warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of PyG's import
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # raised when PyG is imported
 
 import torch
 from torch import Tensor, nn
@@ -54,25 +56,29 @@ from task import KnockoutTask
 
 log = logging.getLogger("train")
 
-RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # bytes in the unit of ru_maxrss
-MAX_SKIPS = 10  # non-finite steps in a row after which even optim.on_nonfinite=skip ends the run
+RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # bytes per unit of ru_maxrss
+MAX_SKIPS = 10  # even with optim.on_nonfinite=skip, this many non-finite steps in a row end the run
 
 
 class StepParts(NamedTuple):
-    """What training steps are made of; CUDA graphs replace all of it."""
+    """The components of a training step. With CUDA graphs, all of them are replaced."""
 
-    model: nn.Module  # what a step calls: of several ranks, as DDP wraps it
-    dataset: Dataset  # of the batches that it takes
-    update: Callable[[TrainState, float], Tensor]  # what a step does with its gradients
-    note: str = ""  # for the log
+    model: nn.Module  # the model that a step calls; wrapped by DDP if there are several ranks
+    dataset: Dataset  # the dataset that batches are taken from
+    update: Callable[[TrainState, float], Tensor]  # makes the optimiser's step from the gradients
+    note: str = ""  # appended to the model's line in the log
 
 
 def train(config: Config, ddp: Distributed) -> None:
-    """Trains or resumes a run; on every rank, raises `UserError`, and `RunError` once it runs."""
+    """Trains a run from its start, or resumes it from its last checkpoint.
+
+    Raises `UserError` for wrong input, and `RunError` after training has started, on every rank.
+    """
     optim = config.optim
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        logging.captureWarnings(True)  # which name the operators that cannot be
+        # Log torch's warnings, which name operators without a deterministic version.
+        logging.captureWarnings(True)
         torch.use_deterministic_algorithms(True, warn_only=True)
     task = KnockoutTask.load(config, ddp)
     torch.manual_seed(config.run.seed)
@@ -86,7 +92,8 @@ def train(config: Config, ddp: Distributed) -> None:
     shared = {**config.shared_options(), "data (hash)": task.fingerprint}
     ddp.check_equal({**library_versions(), **code, **shared})
 
-    sampler = StepSampler(  # a DistributedSampler whose steps are the same on any number of ranks
+    # Like DistributedSampler, but its steps are the same for any number of ranks.
+    sampler = StepSampler(
         task.rows("train"),
         config.data.batch_size,
         accumulate=optim.accumulate,
@@ -105,8 +112,8 @@ def train(config: Config, ddp: Distributed) -> None:
     if task.captures_steps:
         from model_graphs import capture
 
-        # No loader may run yet: where another thread allocates memory while
-        # torch.cuda.make_graphed_callables captures, the capture fails.
+        # No loader may run yet: torch.cuda.make_graphed_callables fails if another thread allocates
+        # memory during the capture.
         step_parts = capture(step_parts, state, task, sampler, ddp)
     train_loader = make_loader(step_parts.dataset, sampler, config.data.workers, ddp.device)
     if ddp.is_distributed:
@@ -116,10 +123,10 @@ def train(config: Config, ddp: Distributed) -> None:
         order_buckets(ddp_model, task, ddp)
         step_parts = step_parts._replace(model=ddp_model)
     log_plan(task, model, step_parts, sampler, ddp)
-    folder.write_status("running")  # with all warnings so far
+    folder.write_status("running")  # the status includes all warnings so far
     try:
         if state.best is None:
-            # Where training starts is a candidate, too.
+            # The starting point is also a candidate for the best model.
             validate(task, state, folder, ddp, ends_epoch=False)
         folder.started_at = time.perf_counter()
         with folder.profile():
@@ -131,7 +138,7 @@ def train(config: Config, ddp: Distributed) -> None:
         option = "epochs" if state.epoch >= optim.epochs else "patience"
         log.info(f"trained   {state.epoch} epochs: increase optim.{option} to train further")
         test(task, state, folder, ddp)
-    except StopTraining as stop:  # raised on every rank after the same step
+    except StopTraining as stop:  # raised after the same step on every rank
         folder.stop(state, stop.reason)
 
 
@@ -143,7 +150,10 @@ def train_epoch(
     loader: DataLoader,
     ddp: Distributed,
 ) -> None:
-    """Trains an epoch, or the rest of one; raises `StopTraining` or `RunError` on every rank."""
+    """Trains one epoch, or what is left of it after a resume.
+
+    Raises `StopTraining` or `RunError` on every rank.
+    """
     config = task.config
     optim = config.optim
     sampler = loader.batch_sampler
@@ -174,7 +184,7 @@ def train_epoch(
             folder.loss_and_speed = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
             bar.set_postfix_str(folder.progress(state.step), refresh=False)
         if reason or save_now:
-            folder.save(state)  # rank 0 writes
+            folder.save(state)  # all ranks call this, and rank 0 writes
         if reason:
             raise StopTraining(reason)
 
@@ -188,23 +198,28 @@ def train_step(
     meter: "Meter",
     ddp: Distributed,
 ) -> Tensor:
-    """Makes one step, of `num_rows` over all ranks; returns what `update_parameters` does."""
+    """Makes one optimiser step; returns the result of `update_parameters`, [2].
+
+    `num_rows` is the number of rows in the step over all ranks and micro-batches. `batches` yields
+    this rank's micro-batches, and `meter` receives their losses.
+    """
     optim = task.config.optim
     ddp_model = step_parts.model
     seed = seed_step(task.config.run.seed, state.step, ddp)
-    # A step's loss is the mean over its rows and scores; world_size undoes DDP's over ranks.
+    # The loss of a step is the mean over its rows and scores. DDP averages gradients over ranks;
+    # the factor world_size turns that into a sum.
     loss_factor = ddp.world_size / (num_rows * task.num_targets)
     for micro_step in range(optim.accumulate):
         with ddp.phase("data"):
             batch = next(batches).to(ddp.device, non_blocking=True)
             batch.seed = seed
         is_last = micro_step == optim.accumulate - 1
-        # Only the last micro-batch of a step all-reduces the gradients.
+        # Gradients are only all-reduced after the last micro-batch of a step.
         with nullcontext() if is_last or not ddp.is_distributed else ddp_model.no_sync():
             with ddp.phase("forward"), autocast(optim, ddp):
                 output = ddp_model(task.graph, batch)
             with ddp.phase("backward"):
-                loss = task.loss(output, batch)  # of each score
+                loss = task.loss(output, batch)  # one loss per score, [T]
                 state.scaler.scale(loss.sum() * loss_factor).backward()
         meter.add_loss(loss.detach())
     with ddp.phase("optimiser"):
@@ -212,14 +227,14 @@ def train_step(
 
 
 def update_parameters(state: TrainState, clip: float) -> Tensor:
-    """Makes the optimiser's step from the gradients, whose norm is at most `clip`, and zeroes them.
+    """Clips the gradients to the norm `clip`, makes the optimiser's step and zeroes the gradients.
 
-    Returns the gradient norm before clipping and the scale of the loss, [2]. With CUDA graphs, it
-    is captured once, and only what it does with tensors is repeated.
+    Returns the gradient norm before clipping and the scale of the loss, [2]. With CUDA graphs, this
+    function is captured once, and only its tensor operations are replayed.
     """
     parameters = list(state.model.parameters())
     scale = state.scaler.scale(torch.ones((), device=parameters[0].device))
-    state.scaler.unscale_(state.optimizer)  # the scaler is there for fp16 alone
+    state.scaler.unscale_(state.optimizer)  # does nothing unless the precision is fp16
     grad_norm = clip_grad_norm_(parameters, clip)
     if may_step(state.optimizer, grad_norm):
         state.optimizer.step()
@@ -231,9 +246,10 @@ def update_parameters(state: TrainState, clip: float) -> Tensor:
 def validate(
     task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed, ends_epoch: bool
 ) -> None:
-    """Validates the state, which may end an epoch, and saves it; the best one so far is best.pt.
+    """Validates and saves the state, also as best.pt if it is the best so far.
 
-    Raises `StopTraining` on every rank, with the state saved as not validated.
+    `ends_epoch` says whether this completes an epoch. On a stop request, saves the state as not
+    validated and raises `StopTraining` on every rank.
     """
     output = predict_rows(state.model, task, task.rows("val"), ddp)
     reason = ddp.stop_reason()
@@ -255,7 +271,7 @@ def validate(
 
 
 def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed) -> None:
-    """Tests the best model, and ends the run; raises `StopTraining` on every rank."""
+    """Tests the best model and finishes the run; raises `StopTraining` on every rank."""
     state.model.load_state_dict(state.best_model)
     output = predict_rows(state.model, task, task.rows("test"), ddp)
     reason = ddp.stop_reason()
@@ -270,7 +286,10 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distribu
 
 
 class Meter:
-    """Accumulates loss, times and non-finite steps until `read`, which waits for the device."""
+    """Accumulates losses, times and non-finite steps between two rows of metrics.
+
+    Only `read` waits for the device.
+    """
 
     def __init__(self, task: KnockoutTask, ddp: Distributed):
         self.num_targets = task.num_targets
@@ -280,37 +299,46 @@ class Meter:
 
     def restart(self) -> None:
         self.start = time.perf_counter()
-        # Sums for each score: of this rank's losses, and of the weights over all ranks.
+        # Sums per score, [T]: the losses of this rank, and the weights over all ranks.
         self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.ddp.device)
         self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
         self.num_samples = 0
-        self.loss_of_step = torch.zeros((), device=self.ddp.device)  # of this rank, all scores
-        self.steps = []  # norm, scale and loss of each
+        # The loss of this rank in the current step, over all scores.
+        self.loss_of_step = torch.zeros((), device=self.ddp.device)
+        self.steps = []  # gradient norm, loss scale and loss of each step
         self.ddp.seconds.clear()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Adds this rank's losses in a micro-batch, of each score [T]."""
+        """Adds this rank's loss in a micro-batch, one value per score, [T]."""
         self.loss += loss.view_as(self.loss)
         self.loss_of_step += loss.sum()
 
     def count(self, num_samples: int, weight: Tensor, norm_and_scale: Tensor) -> None:
-        """Adds a step with these samples and weights of the scores [T], over all ranks."""
+        """Adds a step: its number of samples and the weights of its scores [T], over all ranks.
+
+        `norm_and_scale` [2] is the result of `train_step`.
+        """
         self.num_samples += num_samples
         self.weight += weight
         self.steps.append(torch.cat([norm_and_scale, self.loss_of_step.to(norm_and_scale).view(1)]))
         self.loss_of_step.zero_()
 
     def read(self, state: TrainState) -> dict[str, Any]:
-        """Returns the train row, and restarts; raises `RunError` for too many non-finite steps."""
+        """Returns the metrics of the steps since the last call, as a row of metrics.jsonl.
+
+        Raises `RunError` if too many steps were not finite.
+        """
         num_steps = len(self.steps)
         norm, scale, loss_of_rank = torch.stack(self.steps).unbind(dim=1)
-        losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()  # waits for the device
+        # The only wait for the device.
+        losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()
         elapsed = time.perf_counter() - self.start
         loss_of_scores, loss_of_steps = losses.split([self.num_targets, num_steps])
         self._count_skipped(norm.tolist(), scale.tolist(), loss_of_steps.tolist(), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.ddp.device.type == "cuda":
-            memory = torch.cuda.max_memory_reserved()  # with what graphs keep for their replays
+            # Includes the memory that CUDA graphs keep for replays.
+            memory = torch.cuda.max_memory_reserved()
         mean_of_score = loss_of_scores / self.weight
         row = {
             "loss": mean_of_score.nanmean().item(),
@@ -327,13 +355,16 @@ class Meter:
     def _count_skipped(
         self, norms: list[float], scales: list[float], losses: list[float], state: TrainState
     ) -> None:
-        """Counts steps that were not finite, by values equal on all ranks; raises `RunError`."""
+        """Counts the steps that were not finite; raises `RunError` if there are too many.
+
+        The values are the same on all ranks, so all ranks raise.
+        """
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
         first = state.step - len(norms) + 1
         steps = zip(norms, scales, losses, strict=True)
         for step, (norm, scale, loss) in enumerate(steps, first):
-            # Under fp16, GradScaler handles overflows of gradients while its scale is above 1; a
-            # loss that is not finite is none.
+            # With fp16, GradScaler handles gradient overflows while its scale is above 1. A
+            # non-finite loss is not such an overflow.
             is_overflow = scale > 1 and math.isfinite(loss)
             if math.isfinite(norm) or is_overflow:
                 state.skipped_in_row = 0
@@ -357,15 +388,16 @@ class Meter:
 
 
 def autocast(optim: OptimConfig, ddp: Distributed) -> torch.autocast:
-    """Returns the context of a forward pass in optim.precision."""
+    """Returns the autocast context of a forward pass; disabled without mixed precision."""
     dtype = optim.autocast_dtype
     return torch.autocast(ddp.device.type, dtype, enabled=dtype is not None)
 
 
 def seed_step(seed: int, step: int, ddp: Distributed) -> Tensor:
-    """Returns the seed of all that the model draws in a step, long [], equal on all ranks.
+    """Returns the seed of the model's random numbers in a step, a long scalar, equal on all ranks.
 
-    It also seeds torch, for layers that draw by rank, so that checkpoints need no generator state.
+    Also seeds torch, differently on each rank, for layers such as nn.Dropout. Each step is seeded
+    from its number, so checkpoints need no generator state.
     """
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=7).digest()
     step_seed = int.from_bytes(digest, "big")
@@ -376,12 +408,12 @@ def seed_step(seed: int, step: int, ddp: Distributed) -> Tensor:
 def order_buckets(ddp_model: nn.Module, task: KnockoutTask, ddp: Distributed) -> None:
     """Makes DDP order its buckets now, by a backward pass that changes nothing.
 
-    DDP does so after the first backward pass of a process, and the order in which the numbers of
-    three or more ranks are added depends on their places in a bucket: otherwise, the first step of
-    a resumed run would differ from the same step of an undisturbed run.
+    DDP orders its buckets after the first backward pass of a process. With three or more ranks, the
+    order of summation over ranks depends on the position of a gradient in its bucket. Without this
+    pass, the first step of a resumed run would differ from the same step of an uninterrupted run.
     """
     padding = task.dataset.__getitems__([-1, -1]).to(ddp.device)
-    ddp_model.eval()  # or the padding would count in BatchNorm's statistics
+    ddp_model.eval()  # otherwise, BatchNorm's statistics would include the padding
     with autocast(task.config.optim, ddp):
         output = ddp_model(task.graph, padding)
     task.loss(output, padding).sum().backward()
@@ -395,7 +427,7 @@ def log_plan(
     sampler: StepSampler,
     ddp: Distributed,
 ) -> None:
-    """Logs what will be trained."""
+    """Logs the data, warnings about them, the model and the batch size before training starts."""
     config = task.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"data      {task.summary()}")
@@ -409,12 +441,15 @@ def log_plan(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains as a command line says, by default this process's; returns the exit status."""
+    """Trains as the command line says; returns the exit status.
+
+    `arguments` is the command line, by default that of this process.
+    """
     return run_command(arguments, read_config, train)
 
 
 def read_config(arguments: Sequence[str] | None = None) -> Config:
-    """Returns the options of a command line, by default this one's; raises `UserError`."""
+    """Returns the options of a command line, by default of this process; raises `UserError`."""
     parser = Parser(__doc__, epilog=all_options_text())
     parser.add_argument(
         "--config",

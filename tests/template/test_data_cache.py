@@ -239,7 +239,7 @@ ALL = ["baseline", "split", "tables"]
 TELLING_NOTHING = [  # edits after which a cache is used
     ("data_cells.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n"),
     ("data_cells.py", "CHUNK = 2**20  #", "CHUNK = (\n    2**20\n)  # another comment:"),
-    ("data_tables.py", '"""Files to `Tables`: ', '"""From files to `Tables`: '),
+    ("data_tables.py", '"""From files to `Tables`: ', '"""Files to `Tables`: '),
     ("data_cells.py", '"""Returns a column, ', '"""Gives a column, '),
     ("data_cells.py", '"""Some consecutive rows', '"""Consecutive rows'),
     ("model.py", "SCALE = 10.0", "SCALE = 12.0"),

@@ -22,7 +22,7 @@ COMMANDS = {"train", "predict", "analyse", "ddp_machines"}
 FAMILIES = {"ddp", "run"}  # whose members serve no module of that name
 PART_MODULES = {Path(file).stem for part in PARTS for file in part.files}
 CORE = set(MODULES) - PART_MODULES
-MOST_LINES = 520  # of a module
+MOST_LINES = 560  # of a module
 
 
 def modules_in(nodes: Iterable[ast.AST]) -> set[str]:
