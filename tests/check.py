@@ -37,7 +37,7 @@ from tests.tools.faults import fault_worker, faults
 from tests.tools.parity import parity, parity_worker
 from train import read_config
 
-# What the checks launch on every rank, with its own arguments.
+# The workers that checks launch on every rank, with their own arguments.
 WORKERS = {
     "parity-worker": parity_worker,
     "fault-worker": fault_worker,
@@ -53,7 +53,7 @@ CHECKS = {
     "rows": rows,
     "trace": trace,
 }
-# A folder of tests may have further ones, in a module `checks`, whose docstring says what they do.
+# A folder of tests may add checks in a module `checks`, whose docstring describes them.
 FURTHER = [
     importlib.import_module(f"tests.{path.parent.name}.checks")
     for path in sorted(Path(__file__).parent.glob("*/checks.py"))
@@ -63,7 +63,7 @@ for module in FURTHER:
 
 
 def world_sizes(text: str) -> list[int]:
-    """Returns the numbers in `1,2,4`; raises `ValueError` if one is below 1."""
+    """Returns the numbers in a text such as `1,2,4`; raises `ValueError` if one is below 1."""
     sizes = [int(size) for size in text.split(",")]
     if min(sizes) < 1:
         raise ValueError
@@ -71,7 +71,7 @@ def world_sizes(text: str) -> list[int]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Returns the options of a check; its `arguments` are those for train.py."""
+    """Returns the options of a check; its `arguments` are passed to train.py."""
     texts = [module.__doc__ for module in FURTHER]
     parser = argparse.ArgumentParser(
         description="".join([__doc__, *texts]),
@@ -103,13 +103,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def exit_on_sigterm(number: int, frame: object) -> None:
-    """Exits as after an exception, which cleans up."""
+    """Exits with an exception, so that everything is cleaned up."""
     sys.exit(128 + number)
 
 
 def work(name: str, arguments: list[str]) -> None:
-    """Runs a worker of a check on this rank."""
-    if name != "fault-worker":  # which prints what a full run prints
+    """Runs a check's worker on this rank."""
+    if name != "fault-worker":  # the fault worker prints the same as a complete run
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
     worker = WORKERS[name]
     worker(arguments[0], arguments[1:])

@@ -1,4 +1,4 @@
-"""What all tests share: how commands are launched, on the tables that config.yaml names."""
+"""Fixtures for all tests: they launch commands on the tables of config.yaml."""
 
 import importlib
 import os
@@ -13,23 +13,23 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest_plugins = ["tests.options"]
-for _path in (ROOT / "tests").glob("*/fixtures.py"):  # those of a folder, for all tests
+for _path in (ROOT / "tests").glob("*/fixtures.py"):  # the fixtures of a folder, for all tests
     pytest_plugins.append(f"tests.{_path.parent.name}.fixtures")
 
 
 @pytest.fixture(scope="session")
 def options(request: pytest.FixtureRequest) -> list[str]:
-    """The words of a command line that name the file of --config, if there is one."""
+    """The words of a command line for the file of --config, [] without that option."""
     file = request.config.option.config
     return ["--config", os.path.abspath(file)] if file else []
 
 
 @pytest.fixture(scope="session")
 def run_here() -> Callable[..., None]:
-    """run_here(command, *arguments) calls the function `main` of a command, without GPUs.
+    """run_here(command, *arguments) calls `main` of a command in this process, without GPUs.
 
-    That takes a tenth of the time of a process, which imports everything again. Fails if the exit
-    status is not 0.
+    This takes a tenth of the time of a new process, which has to import everything again. Fails if
+    the exit status is not 0.
     """
 
     def start(command: str, *arguments: str, cwd: Path = ROOT) -> None:
@@ -38,7 +38,8 @@ def run_here() -> Callable[..., None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(cwd)
             patch.setattr(torch.cuda, "is_available", lambda: False)
-            patch.setenv("OMP_NUM_THREADS", "1")  # as of `launch`: the same bits
+            # As in `launch`, so that the results have the same bits.
+            patch.setenv("OMP_NUM_THREADS", "1")
             torch.set_num_threads(1)
             try:
                 assert main(arguments) == 0
@@ -50,9 +51,9 @@ def run_here() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def launch() -> Callable[..., str]:
-    """launch(nproc, script, *arguments) runs a script on so many ranks, without GPUs.
+    """launch(nproc, script, *arguments) runs a script on `nproc` ranks, without GPUs.
 
-    Returns what was printed; fails if the exit status is not `status`, or after `timeout` seconds.
+    Returns the output. Fails if the exit status is not `status`, or after `timeout` seconds.
     """
 
     def start(

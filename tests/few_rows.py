@@ -1,4 +1,4 @@
-"""Trains on a few rows of the configured tables, so that it ends within seconds.
+"""Trains on a few rows of the configured tables, so that training takes only seconds.
 
     python tests/few_rows.py [section.key=value ...]
 
@@ -22,13 +22,14 @@ import data
 import train
 from ddp_ends import end_process
 
-NUM_ROWS = {"train": 77, "val": 7, "test": 7}  # the last step of 24 rows has 5
+NUM_ROWS = {"train": 77, "val": 7, "test": 7}  # with 24 rows per step, the last step has 5
 
 
 def few_rows(tables: Any) -> Any:
-    """Returns tables with few rows in each split, of different numbers of knock-outs.
+    """Returns tables with few rows in each split, with different numbers of knock-outs.
 
-    Of each number, they are those with the most scores, as training needs rows that have some.
+    For each number of knock-outs, the rows with the most scores are chosen, because training needs
+    rows with scores.
     """
     num_scores = (~tables.y.isnan()).sum(dim=1)
     num_knockouts = tables.perturbed_ptr.diff()
@@ -36,7 +37,8 @@ def few_rows(tables: Any) -> Any:
     for number, (name, size) in enumerate(NUM_ROWS.items()):
         rows = tables.rows(name)
         rows = rows[num_scores[rows].argsort(descending=True, stable=True)]
-        turn = torch.zeros(len(rows), dtype=torch.long)  # among the rows of as many knock-outs
+        # Position among the rows with as many knock-outs.
+        turn = torch.zeros(len(rows), dtype=torch.long)
         for count in num_knockouts[rows].unique():
             is_of_count = num_knockouts[rows] == count
             turn[is_of_count] = torch.arange(int(is_of_count.sum()))
@@ -46,7 +48,7 @@ def few_rows(tables: Any) -> Any:
 
 @contextmanager
 def load_few_rows() -> Iterator[None]:
-    """In the block, lets `data.load` return few rows, if this copy still has it."""
+    """In the block, `data.load` returns few rows, if this copy still has that function."""
     load = getattr(data, "load", None)
     if load is not None:
         data.load = lambda config: few_rows(load(config))
@@ -58,7 +60,7 @@ def load_few_rows() -> Iterator[None]:
 
 
 def die_in_step(number: int) -> None:
-    """Lets this process kill itself in a training step, counted from 1."""
+    """Makes this process kill itself in a training step, counted from 1."""
     train_step = train.train_step
     steps = []
 

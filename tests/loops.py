@@ -1,4 +1,4 @@
-"""A small graph with sets of knocked-out nodes, and its masks by plain loops."""
+"""A small graph with sets of knocked-out nodes, and its masks, computed with plain loops."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,16 @@ from mask import SharedGraph
 from tests.sets import tables_of
 
 NUM_NODES = 9
-# Node 4 is never knocked out, node 5 is at a level alone, and node 2 is listed as intact.
+# Node 4 is never knocked out, node 5 only has a level, and node 2 is listed as intact.
 LEVELS = [{0: 0.3, 3: 0.0}, {}, {5: 3.0}, {8: 0.0}, {2: 1.0, 0: 0.0, 7: 2.5, 1: 0.0}]
 DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVELS]
 
 
 def graph_of_9_nodes() -> HeteroData:
-    """Three relations: one with self-loops and a duplicate edge, an empty one, a weighted one."""
+    """Returns a graph of three relations.
+
+    The first has self-loops and a duplicate edge, the second is empty, and the third is weighted.
+    """
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     graph["gene"].num_nodes = NUM_NODES
@@ -29,6 +32,7 @@ def graph_of_9_nodes() -> HeteroData:
 
 
 def make_batch(shared: SharedGraph, sets: list) -> Data:
+    """Returns the batch of all sets, which are lists of deleted nodes or {node: level}."""
     tables = tables_of(sets, torch.zeros(len(sets)))
     dataset = KnockoutDataset(tables, shared.degree, out_degree=shared.out_degree)
     return dataset.__getitems__(list(range(len(sets))))
@@ -47,5 +51,5 @@ def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
 
 
 def loop_levels(sets: list[dict[int, float]]) -> Tensor:
-    """Returns the level of each node in each sample, float32 [N, B], one at a time."""
+    """Returns the level of each node in each sample, float32 [N, B], one level at a time."""
     return torch.tensor([[nodes.get(node, 1.0) for nodes in sets] for node in range(NUM_NODES)])

@@ -1,4 +1,4 @@
-"""Options of pytest, in a plugin named by `launch.sh`: known before pytest looks for paths."""
+"""Options of pytest, in a plugin that `launch.sh` names, so that pytest knows them before paths."""
 
 import pytest
 

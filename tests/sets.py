@@ -1,4 +1,4 @@
-"""Small samples without files: sets of deleted nodes, or of nodes at levels, as tables."""
+"""Small samples without files: tables of sets of deleted nodes, or of nodes at levels."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from data_tables import Tables, pack
 
 
 def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
-    """Returns `data_tables.pack` of sets of nodes and their levels."""
+    """Returns the result of `data_tables.pack` for sets of {node: level}."""
     row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
     node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
     level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float64)
@@ -17,7 +17,7 @@ def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
 def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Returns `perturbed` and `perturbed_ptr` of sets of deleted nodes.
 
-    A node that stands twice counts once.
+    A duplicate node in a set counts once.
     """
     packed = pack_levels([dict.fromkeys(nodes, 0.0) for nodes in sets])
     return packed["perturbed"], packed["perturbed_ptr"]

@@ -1,4 +1,4 @@
-"""Counts what would make the host wait for a GPU, on any device."""
+"""Counts the operators that would make the host wait for a GPU, on any device."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ WAITING += ("aten._coalesce.", "aten.coalesce.")
 class CountSynchronisations(TorchDispatchMode):
     """Counts, on any device, the operators that make the host wait for a GPU.
 
-    Use it as `with CountSynchronisations() as count`. These operators read a value, or their shape
-    depends on values: nonzero, boolean indexing, unique, repeat_interleave without `output_size`.
-    `count.seen` lists their names.
+    Use it as `with CountSynchronisations() as count`; `count.seen` then lists the operators. They
+    read a value, or the shape of their result depends on values: nonzero, boolean indexing, unique,
+    and repeat_interleave without `output_size`.
     """
 
     def __init__(self):
@@ -37,19 +37,20 @@ def waits(name: str, args: tuple, kwargs: dict) -> bool:
     if "repeat_interleave.Tensor" in name and kwargs.get("output_size") is None:
         return True
     if "index_put" in name and gets_number(*args[:3]):
-        return len(args[1]) > 1 or not has_boolean(args[1])  # by one mask, it is filled in
+        # With a single mask, it is a masked fill, which does not wait.
+        return len(args[1]) > 1 or not has_boolean(args[1])
     if "aten.index" in name and len(args) > 1 and has_boolean(args[1]):
         return True
     return any(part in name for part in WAITING)
 
 
 def gets_number(tensor: torch.Tensor, indices: object, value: torch.Tensor) -> bool:
-    """Returns whether a tensor on a GPU gets a number that lies on the CPU."""
+    """Returns whether a tensor on a GPU is assigned a number that is on the CPU."""
     return value.dim() == 0 and value.device.type == "cpu" and tensor.device.type != "cpu"
 
 
 def has_boolean(indices: object) -> bool:
-    """Returns whether one of several indices, not an integer, is a mask."""
+    """Returns whether `indices` is a sequence with a boolean mask."""
     if not isinstance(indices, Sequence):
         return False
     return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)

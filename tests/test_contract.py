@@ -1,6 +1,6 @@
 """What a replaced model.py or data.py must satisfy: `./launch.sh test -m contract`.
 
-The model and tables are those that config.yaml configures, or the file of the option --config.
+The model and the tables are those of config.yaml, or of the file of the option --config.
 """
 
 import copy
@@ -61,7 +61,7 @@ def model(task):
 
 
 def disturbed_model(task: KnockoutTask) -> nn.Module:
-    """Returns the model as training builds it, plus noise, as parts at zero would hide errors."""
+    """Returns the model of training, plus noise, because terms at zero would hide errors."""
     torch.manual_seed(0)
     model = task.build_model()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def disturbed_model(task: KnockoutTask) -> nn.Module:
 
 
 def model_on_copies(task: KnockoutTask, model: nn.Module) -> nn.Module | None:
-    """Returns the same model on masked copies of the graph, None if it has no such route."""
+    """Returns the same model on masked copies of the graph, None if there is no such route."""
     has_copies = is_here("mask_copies")
     if not has_copies or task.config.model.message_passing not in ("auto", "shared", "reach"):
         return None
@@ -84,7 +84,7 @@ def model_on_copies(task: KnockoutTask, model: nn.Module) -> nn.Module | None:
 
 @pytest.fixture
 def batch_of(graph, tables, sets):
-    """Batches of some of `sets`, each with whatever else the tables say of its row."""
+    """Builds batches of some of `sets`, with all other data of the rows in the tables."""
     perturbed, ptr = pack_sets(sets)
     y = torch.zeros(len(sets), *tables.y.shape[1:])
     samples = dataclasses.replace(
@@ -102,7 +102,7 @@ def batch_of(graph, tables, sets):
 
 @pytest.fixture
 def sets(tables):
-    """Sets of knocked-out nodes of every size in the first 200 rows, and an empty one."""
+    """Sets of knocked-out nodes of each size in the first 200 rows, and an empty set."""
     bounds = tables.perturbed_ptr[:200].tolist()
     nodes = tables.perturbed.tolist()
     rows = [nodes[start:end] for start, end in itertools.pairwise(bounds)]
@@ -114,7 +114,7 @@ def test_every_row_is_in_one_split_and_every_node_in_the_graph(tables):
     splits = [tables.rows(split) for split in ("train", "val", "test")]
     assert sum(map(len, splits)) == len(torch.cat(splits).unique()) <= len(tables.y)
     assert all(len(rows) for rows in splits)
-    assert not tables.y.isinf().any()  # a missing score is nan
+    assert not tables.y.isinf().any()  # missing scores are nan
     assert tables.perturbed.min() >= 0 and tables.perturbed.max() < len(tables.genes)
 
 
@@ -130,7 +130,7 @@ def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(task):
 
 
 def test_a_metric_is_larger_where_predictions_are_better(task):
-    """Of each target, the truth, with all that is predicted, is better than that of other rows."""
+    """The true scores, with all their predictions, must be better than shuffled ones."""
     y = task.tables.y[~task.tables.y.isnan().any(dim=1)]
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     output = torch.zeros(len(y), *task.output_shape, dtype=torch.float64)
@@ -164,9 +164,9 @@ def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(
 
 
 def test_training_predicts_what_every_other_route_does(task, graph, model, batch_of, sets):
-    """Training plans its batches, and the other tests here do not.
+    """Training plans its batches, but the other tests in this file do not.
 
-    `expanded`, if there is one, is the reference.
+    The route `expanded`, if it exists, is the reference.
     """
     graph = copy.deepcopy(graph).double()
     model = model.double()
@@ -196,13 +196,13 @@ def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
 
 
 def samples_of(tables: Tables, sets: list[dict[int, float]]) -> Tables:
-    """Returns samples of these nodes at their levels, on the graph of the tables."""
+    """Returns samples of {node: level} on the graph of the tables."""
     y = torch.zeros(len(sets), *tables.y.shape[1:])
     return dataclasses.replace(tables, **pack_levels(sets), y=y, weight=None)
 
 
 def batch_at_levels(task: KnockoutTask, sets: list[dict[int, float]]) -> Data:
-    """Returns the batch of some samples; raises `DataError` if the dataset refuses levels."""
+    """Returns the batch of some samples; raises `DataError` if the dataset rejects levels."""
     samples = samples_of(task.tables, sets)
     return KnockoutDataset(samples, task.dataset.degree).__getitems__(range(len(sets)))
 
@@ -210,7 +210,7 @@ def batch_at_levels(task: KnockoutTask, sets: list[dict[int, float]]) -> Data:
 def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
     task, graph, model, sets
 ):
-    """Or the dataset refuses them, as a copy whose nodes die by rules does."""
+    """A dataset may also reject levels, as in a copy whose nodes die according to rules."""
     graph = copy.deepcopy(graph).double()
     model = model.double()
     largest = max(sets, key=len)
@@ -222,7 +222,7 @@ def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
     except DataError as error:
         pytest.skip(str(error))
     predictions = model(graph, batch)
-    # Each set is the first row, as a batch may also have what else the tables say of its rows.
+    # Each set is in the first row, because a batch may have further data of its rows.
     alone = []
     for nodes in sets:
         first = samples_of(task.tables, [nodes] * len(sets))
@@ -241,9 +241,9 @@ def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
 
 
 def test_every_parameter_gets_a_finite_gradient(task, model, graph, batch_of, sets):
-    """Even for a batch of nothing but padding.
+    """This must also hold for a batch that consists of padding only.
 
-    A rank without rows in the last step still joins the all-reduce.
+    In the last step, a rank without rows still takes part in the all-reduce.
     """
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -263,7 +263,7 @@ def test_every_parameter_gets_a_finite_gradient(task, model, graph, batch_of, se
 
 
 def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
-    """Returns a task whose scores are named after nodes, with the readout of nodes' states."""
+    """Returns a task whose scores are named after nodes, with readout=nodes."""
     if not is_here("model_nodes"):
         pytest.skip("no readout of nodes")
     config = task.config
@@ -272,7 +272,7 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
     options = dataclasses.replace(config.model, readout="nodes")
     try:
         config = dataclasses.replace(config, model=options)
-    except ValueError as error:  # an option of an adapted copy needs another readout
+    except ValueError as error:  # an option of an adapted copy requires a different readout
         pytest.skip(str(error))
     if len(task.criterion.columns) > 1:
         pytest.skip("the loss has several columns")
@@ -286,10 +286,10 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
 
 
 def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
-    """Returns a task of tables of the same shapes whose model starts from other values.
+    """Returns a task of tables with the same shapes, but whose model starts from different values.
 
-    Targets are in the opposite order. Levels are others, unless the dataset refuses them, and the
-    scores, which the loss must not refuse, are in the order of responses to them.
+    The targets are in reverse order. The levels differ, unless the dataset rejects levels. The
+    scores, which the loss must accept, are sorted by the responses to them.
     """
     generator = torch.Generator().manual_seed(1)
     tables = task.tables
@@ -321,7 +321,7 @@ def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
 def test_the_state_dict_holds_all_that_a_prediction_depends_on(
     config, task, graph, sets, readout, tmp_path
 ):
-    """A model of other tables that has loaded it, strictly, predicts the same to the bit."""
+    """A model of other tables that has loaded the state dict makes bitwise equal predictions."""
     data = dataclasses.replace(config.data, cache_dir=str(tmp_path))
     task = dataclasses.replace(task, config=dataclasses.replace(config, data=data))
     if readout == "nodes":
@@ -352,9 +352,9 @@ def test_the_seed_determines_the_weights_and_the_dropout(task, graph, batch_of, 
 
 
 def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, task):
-    """On `meta`, a device without values, mistakes raise.
+    """On the device `meta`, which has no values, mistakes raise an error.
 
-    They are using a tensor made on the CPU, and reading a value.
+    Mistakes are the use of a tensor that was created on the CPU, and reading a value.
     """
     batch = dataclasses.replace(task.dataset, transform=None).__getitems__(range(8))
     batch.seed = torch.zeros((), dtype=torch.long)

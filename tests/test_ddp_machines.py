@@ -1,4 +1,4 @@
-"""The check of a machine, on two of its processes."""
+"""The preflight of a machine, on two processes."""
 
 
 def test_two_processes_find_each_other(launch):

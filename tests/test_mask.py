@@ -51,7 +51,7 @@ def test_samples_without_knock_outs_leave_the_graph_intact(graph, sets):
 
 
 def test_a_node_sends_its_state_times_its_level(graph):
-    """Along each edge, by its gate and its normalised weight, also backwards."""
+    """It sends along each edge, times gate and normalised weight; gradients are tested, too."""
     shared = SharedGraph(graph).double()
     batch = make_batch(shared, LEVELS)
     matrices = torch.zeros(len(graph.edge_types), NUM_NODES, NUM_NODES, dtype=torch.float64)
@@ -84,8 +84,8 @@ def test_masks_are_made_without_waiting_for_the_device(graph):
         shared.dead_edges(batch)
         shared.edge_masks(batch)
     assert count.seen == []
-    with CountSynchronisations() as count:  # the counter itself works
+    with CountSynchronisations() as count:  # check that the counter itself works
         batch.perturbed[batch.perturbed > 2].sum().item()
         batch.perturbed[batch.perturbed > 2] = 0
         batch.perturbed.repeat_interleave(batch.perturbed)
-    assert len(count.seen) >= 3  # where operators wait depends on torch
+    assert len(count.seen) >= 3  # which operators wait depends on torch

@@ -1,4 +1,4 @@
-"""predict.py predicts what a run wrote of its test rows, on few rows of the configured tables."""
+"""predict.py must predict what a run has written for its test rows, on few rows of the tables."""
 
 import csv
 import gzip
@@ -20,7 +20,7 @@ def config(options):
 
 @pytest.fixture(scope="module")
 def run(run_here, options, tmp_path_factory) -> Path:
-    """The folder of a short run, whose model has moved away from where it starts."""
+    """The folder of a short run, whose model has moved away from its start."""
     folder = tmp_path_factory.mktemp("runs")
     overrides = (f"run.dir={folder}", "run.name=run", "run.init=", "run.resume=auto")
     with load_few_rows():
@@ -34,7 +34,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def table_of_test_rows(config, nodes: list[str]) -> list[str]:
-    """Returns the lines of a table to predict: with all columns, whatever else a copy reads."""
+    """Returns the lines of a table to predict, with all columns that a copy may read."""
     content = Path(with_example(config.data).perturbations).read_bytes()
     if content.startswith(b"\x1f\x8b"):
         content = gzip.decompress(content)
@@ -46,7 +46,7 @@ def table_of_test_rows(config, nodes: list[str]) -> list[str]:
 
 
 def test_a_checkpoint_predicts_what_its_run_wrote_of_the_test_rows(run_here, config, run, tmp_path):
-    """Were a field of batches forgotten in predict.py, it would silently predict something else."""
+    """If predict.py forgot a field of batches, it would silently predict something else."""
     written = read(run / "test.tsv")
     targets = [name.removesuffix("_prediction") for name in written[0] if "_prediction" in name]
     expected = [[float(row[f"{name}_prediction"]) for name in targets] for row in written]

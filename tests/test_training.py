@@ -1,4 +1,4 @@
-"""One run on a few rows of the configured tables: its files, on two ranks, and after a kill."""
+"""One run on few rows of the configured tables: its files, two ranks, and resuming after a kill."""
 
 import json
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from tests.few_rows import load_few_rows
 
-TOLERANCE = 1e-9  # of a tensor over the norm of the model, in float64
+TOLERANCE = 1e-9  # difference of a tensor over the norm of the model, in float64
 TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
 
 
 @pytest.fixture(scope="module")
 def train(run_here, launch, options, tmp_path_factory) -> Callable[..., Path]:
-    """train(name) trains a short run, or resumes it, and returns its folder.
+    """train(name) trains or resumes a short run, and returns its folder.
 
-    train(name, nproc, ...) does so in processes of its own, by `launch`.
+    train(name, nproc, ...) does so in new processes, with `launch`.
     """
     folder = tmp_path_factory.mktemp("runs")
     overrides = [f"run.dir={folder}", "run.init=", "run.resume=auto", "data.batch_size=24"]
@@ -39,7 +39,7 @@ def train(run_here, launch, options, tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def one_rank(train) -> Path:
-    """The folder of a run of one process that nothing disturbs."""
+    """The folder of an undisturbed run with one process."""
     return train("one")
 
 
@@ -50,7 +50,7 @@ def parameters(run: Path) -> dict[str, Tensor]:
 
 
 def rows_of_log(run: Path) -> list[dict]:
-    """Returns the rows of metrics.jsonl on training, validation and test, without times."""
+    """Returns the rows of metrics.jsonl for training, validation and test, without times."""
     rows = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -61,7 +61,7 @@ def rows_of_log(run: Path) -> list[dict]:
 
 def test_a_run_ends_with_a_test_of_its_best_model(one_rank):
     kinds = [row["kind"] for row in rows_of_log(one_rank)]
-    assert kinds.count("val") == 3  # where training starts, and after each epoch
+    assert kinds.count("val") == 3  # at the start, and after each epoch
     assert kinds.count("train") > 2 and kinds[-1] == "test"
     assert json.loads((one_rank / "status.json").read_text())["state"] == "finished"
     _header, *lines = (one_rank / "test.tsv").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What a copy with attention.patch must hold: `python -m pytest tests/recipes/attention.py`."""
+"""What a copy with attention.patch must satisfy: `python -m pytest tests/recipes/attention.py`."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ from tests.template.tables import EDGES, write_tables
 # ---- Features of edges ---------------------------------------------------------------------------
 @pytest.mark.parametrize("undirected", [False, True])
 def test_further_columns_of_edges_are_features_of_the_edges(tmp_path, undirected):
-    """They are standardised; where an edge stands twice, the mean of those present, or 0."""
+    """They are standardised. Duplicate edges have the mean of the present values, or 0."""
     rows = [
         ("a", "b", "x", 2, 1, "NA"),
         ("a", "b", "x", "", 1, "NA"),
         ("a", "b", "x", 6, 1, 5),
-        ("a", "b", "y", 3, 1, 1),  # of another relation
+        ("a", "b", "y", 3, 1, 1),  # in a different relation
         ("b", "c", "x", "NA", 1, 7),
         ("c", "d", "x", 9, 1, "NA"),
         ("d", "c", "x", 1, 1, "NA"),
@@ -119,7 +119,7 @@ def test_attention_is_that_of_a_loop_over_living_edges(graph, is_first):
 
 
 def attention_by_loop(layer, graph, h, levels, node):
-    """Returns what a node receives, [H], given the nodes' states in a sample, [N, H]."""
+    """Returns the sum that a node receives, [H], given the nodes' states in a sample, [N, H]."""
     total = torch.zeros(4)
     for conv, edges in zip(layer.convs, (range(60), range(60, 90)), strict=True):
         logits = []

@@ -1,8 +1,8 @@
-"""What a copy with edge_knockouts.patch must hold, on the tables of its config.yaml.
+"""What a copy with edge_knockouts.patch must satisfy, on the tables of its config.yaml.
 
     python -m pytest tests/recipes/edge_knockouts.py
 
-Rows of the table of scores name three pairs of nodes whose edges they remove or scale.
+Rows of the table of scores list three pairs of nodes whose edges they remove or scale.
 """
 
 from dataclasses import replace
@@ -75,7 +75,7 @@ def test_sums_are_those_of_a_loop_over_the_edges(tables, samples):
         for sample, levels in enumerate(samples):
             of_source, of_edge, of_target = (levels.get(name, 1.0) for name in names)
             assert (of_source * of_edge * of_target > 0) == masks[sample, edge]
-            # Sums of dead targets stay.
+            # The sums of dead targets are not masked.
             sent = of_source * of_edge * x[number[source_name], sample]
             expected[target, sample] += weight * sent
     torch.testing.assert_close(sums, expected, rtol=1e-7, atol=1e-7)

@@ -1,4 +1,4 @@
-"""What a copy with own_model.patch must hold: `python -m pytest tests/recipes/own_model.py`."""
+"""What a copy with own_model.patch must satisfy: `python -m pytest tests/recipes/own_model.py`."""
 
 import pytest
 import torch

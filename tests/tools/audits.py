@@ -25,17 +25,17 @@ from task import KnockoutTask
 from tests.syncs import CountSynchronisations
 from tests.tools.runs import ROOT, launch
 
-WARM_UP = 3  # steps before those that `audit_syncs` watches
-STEPS = 10  # that it watches
+WARM_UP = 3  # steps before `audit_syncs` starts to watch
+STEPS = 10  # steps that it watches
 NEVER = 2**31
 
 
 class AuditDone(Exception):
-    """Raised to end training once the audit has seen enough."""
+    """Ends training after the audit has seen enough."""
 
 
 def devices(options: argparse.Namespace) -> bool:
-    """Prints the devices of a step's tensors; returns whether all are right."""
+    """Prints the devices of a step's tensors; returns whether all are correct."""
     return audit("devices", max(1, torch.cuda.device_count()), options)
 
 
@@ -45,7 +45,7 @@ def syncs(options: argparse.Namespace) -> bool:
 
 
 def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
-    """Prints the output of an audit on so many ranks; returns whether it found nothing."""
+    """Prints the output of an audit on `world_size` ranks; returns whether it found no problem."""
     arguments = ["audit-worker", name, *options.arguments]
     status, output = launch(world_size, arguments, options.timeout, cpu=False)
     if status:
@@ -55,7 +55,7 @@ def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
 
 
 def audit_worker(name: str, arguments: list[str]) -> None:
-    """Runs an audit on this rank, of the user's configuration in a temporary run folder."""
+    """Runs an audit of the user's configuration on this rank, in a temporary run folder."""
     config = train.read_config(arguments)
     audits = {"devices": audit_devices, "syncs": audit_syncs}
 
@@ -75,7 +75,7 @@ def audit_worker(name: str, arguments: list[str]) -> None:
 
 # ---- Devices -------------------------------------------------------------------------------------
 def audit_devices(config: Config, ddp: Distributed) -> None:
-    """Prints the device of every tensor in the second step, for each rank."""
+    """Prints the device of each tensor in the second step, for each rank."""
     found: dict[str, Any] = {}
     record_tensors(found)
     with contextlib.suppress(AuditDone):
@@ -127,7 +127,7 @@ def record_tensors(found: dict[str, Any]) -> None:
 
 
 def placement(found: dict[str, Any], device: torch.device) -> list[str]:
-    """Returns the device, a line per kind of tensor in `found`, a line per misplaced tensor."""
+    """Returns the device, a line for each kind of tensor, and a line for each misplaced tensor."""
     kinds: dict[str, Counter] = {}
     misplaced = []
     for kind, path, tensor in tensors(found):
@@ -168,7 +168,7 @@ def module_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, str, Ten
 
 
 def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full path and each tensor in a nest of batches, mappings, lists and tuples."""
+    """Yields the full path and the tensor of each tensor in nested batches, mappings and lists."""
     if isinstance(value, Data):
         value = value.to_dict()
     if isinstance(value, Tensor):
@@ -185,11 +185,11 @@ def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def audit_syncs(config: Config, ddp: Distributed) -> None:
     """Prints the lines that make the host wait in ten steps.
 
-    Leaves out the ends of epochs, which log and save.
+    The ends of epochs, which log and save, are left out.
     """
     watch = WatchOnGPU() if ddp.device.type == "cuda" else WatchOnCPU(ddp)
     places = Counter()
-    done = 0  # steps that were watched
+    done = 0  # number of watched steps
     last_step = 0
     phase = ddp.phase
     stop_reason = ddp.stop_reason
@@ -228,7 +228,7 @@ def audit_syncs(config: Config, ddp: Distributed) -> None:
 
 
 class WatchOnCPU(CountSynchronisations):
-    """Records the operators that would make the host wait on a GPU, except those on host data."""
+    """Records operators that would make the host wait on a GPU, except those on host data."""
 
     def __init__(self, ddp: Distributed):
         super().__init__()
@@ -281,7 +281,7 @@ class WatchOnGPU:
 
 
 def caller() -> str:
-    """Returns file and line of the innermost frame in the template's own modules."""
+    """Returns the file and line of the innermost frame in the template's own modules."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
     if not frames:
         return "outside"

@@ -1,4 +1,4 @@
-"""`python -m tests.check rows` and `trace`: the rows behind a non-finite step, a step's times."""
+"""`python -m tests.check rows` and `trace`: rows that cause a non-finite step, times of steps."""
 
 import argparse
 import json
@@ -20,9 +20,9 @@ from task import KnockoutTask
 from train import autocast, read_config
 
 SPLITS = ("train", "val", "test")
-SHOWN = 20  # bad rows printed at most
-LARGEST = 5  # rows printed if none is bad
-WORST = 3  # scores printed of each, at most
+SHOWN = 20  # largest number of bad rows that are printed
+LARGEST = 5  # number of rows that are printed if none is bad
+WORST = 3  # largest number of scores that are printed for a row
 PHASES = ("data", "forward", "backward", "optimiser", "agreement", "evaluation", "save")
 
 
@@ -70,9 +70,10 @@ def rows(options: argparse.Namespace) -> bool:
 
 
 def losses_of_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
-    """Returns the loss of each score of n rows, float64 [n, T], 0 for one that does not count.
+    """Returns the loss of each score of n rows, float64 [n, T], 0 for scores without weight.
 
-    A batch's loss is the sum of them times their weights, so each is a derivative by a weight.
+    The loss of a batch is the sum of the losses times their weights. Each loss is therefore the
+    derivative by its weight.
     """
 
     def losses(batch: Data) -> Tensor:
@@ -101,9 +102,10 @@ def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
 
 
 def describe_row(task: KnockoutTask, row: int, output: Tensor, losses: Tensor) -> str:
-    """Returns a row's nodes, and its scores with the largest losses [T], given a model's output.
+    """Returns a text with a row's nodes and the scores with its largest losses, [T].
 
-    It is empty for a task without tables of knock-outs.
+    `output` is the model's output for the row. The text is "" for a task without tables of
+    knock-outs.
     """
     if not hasattr(task, "tables"):
         return ""
@@ -124,7 +126,7 @@ def trace(options: argparse.Namespace) -> None:
     if len(options.arguments) != 1:
         raise UserError("trace needs one run folder, such as runs/default")
     folder = Path(options.arguments[0])
-    times = {}  # of each rank
+    times = {}  # {rank: its times}
     for path in folder.glob("trace.rank*.json"):
         rank = path.name.removeprefix("trace.").removesuffix(".json")
         times[rank] = read_trace(path)
@@ -154,9 +156,9 @@ def trace(options: argparse.Namespace) -> None:
 
 
 def read_trace(path: Path) -> dict[str, float]:
-    """Returns the number of steps in a rank's trace, and ms per step.
+    """Returns the number of steps in a rank's trace, and times per step in ms.
 
-    The times are in total, per phase, outside phases, and exposed.
+    The times are in total, per phase, outside phases, and for exposed communication.
     """
     spans = read_spans(path)
     num_steps = len(spans["ProfilerStep"])
@@ -167,7 +169,7 @@ def read_trace(path: Path) -> dict[str, float]:
         )
     busy = spans["device"]
     exchange = spans["nccl"]
-    if not busy:  # a CPU trace; agreement is a phase of its own, not exposed communication
+    if not busy:  # a CPU trace, in which agreement is a separate phase, not exposed communication
         busy = spans["host"] + spans["agreement"]
         exchange = spans["gloo"]
     length = {"step": covered(spans["ProfilerStep"])}
@@ -180,7 +182,7 @@ def read_trace(path: Path) -> dict[str, float]:
 
 
 def read_spans(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Returns start and end of each event in a trace, in microseconds, by its `kind`."""
+    """Returns the start and end of each event in a trace, in microseconds, by its `kind`."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     try:
         for event in json.loads(path.read_text())["traceEvents"]:
@@ -194,7 +196,7 @@ def read_spans(path: Path) -> dict[str, list[tuple[float, float]]]:
 def kind(event: dict) -> str:
     """Returns `ProfilerStep`, a phase, `gloo`, `nccl`, `device`, `host`, or "".
 
-    `device` is kernels and copies, `host` operators.
+    `device` is for kernels and copies, and `host` for operators.
     """
     category = event.get("cat")
     name = event["name"]

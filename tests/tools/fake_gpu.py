@@ -43,9 +43,9 @@ from tests.syncs import waits
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CPU = torch.device("cpu")
-MEMORY = 2**36  # bytes of each GPU, all free
+MEMORY = 2**36  # bytes of each GPU, all of them free
 MAY_CROSS_DEVICES = ("aten.copy_.default", "aten._to_copy.default")
-WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")  # of another device
+WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")  # on a different device
 FRESH = ("aten.empty.", "aten.empty_like.", "aten.empty_strided.", "aten.new_empty")
 UNSTEADY = ("aten.index_reduce", "aten.put_.", "aten.kthvalue.", "aten.median.dim", "aten.histc.")
 UNSTEADY += ("aten._embedding_bag", "aten.grid_sampler", "aten.nll_loss2d")
@@ -53,19 +53,20 @@ INDEXED = ("aten.index.Tensor", "aten.index_put.", "aten.index_put_.", "aten._in
 
 
 class State:
-    """What this process knows of its GPUs."""
+    """The state of this process's pretended GPUs."""
 
     current = 0  # number of the current GPU
     may_wait = True
 
 
 class GPUTensor(Tensor):
-    """A tensor on a GPU that is not there; `value` is the same on the CPU."""
+    """A tensor on a GPU that does not exist; `value` is the same tensor on the CPU."""
 
     @staticmethod
     def __new__(cls, value: Tensor, device: torch.device, requires_grad: bool = False):
         place = {}
-        if value.layout == torch.sparse_coo:  # of gradients; other sparse matrices cannot be told
+        # For sparse gradients; other sparse layouts cannot be declared.
+        if value.layout == torch.sparse_coo:
             place = {"layout": value.layout}
         if value.layout == torch.strided:
             place = {"strides": value.stride(), "storage_offset": value.storage_offset()}
@@ -95,13 +96,13 @@ class GPUTensor(Tensor):
         return new
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return self.value.detach().__reduce_ex__(protocol)  # so that `torch.save` writes it
+        return self.value.detach().__reduce_ex__(protocol)  # so that `torch.save` can write it
 
     def data_ptr(self) -> int:
         return self.value.data_ptr() if self.value.layout == torch.strided else 0
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        return torch.ops.aten.contiguous(self)  # the method looks for a real GPU
+        return torch.ops.aten.contiguous(self)  # the method of Tensor requires a real GPU
 
     def pin_memory(self, *arguments: Any) -> None:
         raise RuntimeError("only dense CPU tensors can be pinned")
@@ -124,7 +125,7 @@ class GPUTensor(Tensor):
 
 
 class FakeGPUs(TorchDispatchMode):
-    """In the block, tensors that are made on a GPU are `GPUTensor`."""
+    """In the block, tensors that are created on a GPU are `GPUTensor`s."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -136,7 +137,7 @@ class FakeGPUs(TorchDispatchMode):
 
 # ---- Operators -----------------------------------------------------------------------------------
 def call(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Calls an operator with tensors on a GPU, or for a result there."""
+    """Calls an operator with tensors on a GPU, or with a result on a GPU."""
     name = str(func)
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, GPUTensor)]
@@ -161,7 +162,8 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
             func(*args, **kwargs)  # changes the shape of the wrapper
-    wrappers = {id(tensor.value): tensor for tensor in on_gpu}  # an operator may return an argument
+    # An operator may return one of its arguments.
+    wrappers = {id(tensor.value): tensor for tensor in on_gpu}
 
     def wrapped(result: Any) -> Any:
         if not isinstance(result, Tensor) or isinstance(result, GPUTensor) or device == CPU:
@@ -174,7 +176,7 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def call_on_cpu(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns what an operator makes of the values of its arguments."""
+    """Returns the result of an operator for the values of its arguments."""
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": CPU}
 
@@ -197,7 +199,7 @@ def device_of_result(
 
 
 def is_unsteady(name: str, args: tuple, on_gpu: Sequence[Tensor]) -> bool:
-    """Returns whether an operator adds up in any order on a GPU."""
+    """Returns whether an operator is not deterministic on a GPU."""
     if name.startswith(("aten.cumsum.", "aten.bincount.")):
         return any(tensor.is_floating_point() for tensor in on_gpu)
     if name.startswith("aten.scatter_reduce"):
@@ -207,9 +209,9 @@ def is_unsteady(name: str, args: tuple, on_gpu: Sequence[Tensor]) -> bool:
 
 
 def check_devices(name: str, args: tuple, tensors: Sequence[Tensor]) -> None:
-    """Raises where a GPU would as devices are mixed; numbers without dimensions may be anywhere.
+    """Raises an error if devices are mixed, as a GPU does; scalars may be on any device.
 
-    A tensor on a GPU may be indexed with one on the CPU, for which the host waits.
+    A tensor on a GPU may be indexed with a tensor on the CPU, but the host waits for that.
     """
     first = args[0] if args else None
     if name.startswith(INDEXED) and isinstance(first, GPUTensor):
@@ -232,7 +234,7 @@ def is_one_of(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def check_copy(name: str, args: tuple, kwargs: dict, device: torch.device) -> None:
-    """Notes that the host waits for a copy to or from a GPU that is not asynchronous."""
+    """Records that the host waits for a copy to or from a GPU that is not asynchronous."""
     source = args[1] if name == "aten.copy_.default" else args[0]
     if (source.device == CPU) == (device == CPU):
         return
@@ -258,7 +260,7 @@ def resolved(device: torch.device | str) -> torch.device:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Returns a copy in pinned memory, in place of `Tensor.pin_memory`."""
+    """Returns a copy in pinned memory; it replaces `Tensor.pin_memory`."""
     copy = tensor.clone()
     copy.untyped_storage().is_pinned_here = True
     return copy
@@ -267,7 +269,7 @@ def pinned(tensor: Tensor) -> Tensor:
 # ---- Waiting -------------------------------------------------------------------------------------
 @contextmanager
 def no_waiting(may_wait: bool = False) -> Iterator[None]:
-    """In the block, what makes the host wait for a GPU raises, unless it may."""
+    """In the block, operators that make the host wait for a GPU raise, unless `may_wait` is set."""
     before = State.may_wait
     State.may_wait = may_wait
     try:
@@ -277,12 +279,12 @@ def no_waiting(may_wait: bool = False) -> Iterator[None]:
 
 
 def wait(name: str) -> None:
-    """Raises where the host must not wait."""
+    """Raises an error if the host must not wait."""
     if State.may_wait:
         return
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.endswith("nn/parallel/distributed.py"):
-            return  # DDP itself, whose numbers gloo takes on the CPU
+            return  # DDP itself, whose numbers gloo reads on the CPU
         is_ours = frame.filename.startswith(ROOT) and "site-packages" not in frame.filename
         if is_ours and frame.filename != __file__:
             raise RuntimeError(
@@ -293,7 +295,7 @@ def wait(name: str) -> None:
 
 # ---- torch, and the template ---------------------------------------------------------------------
 def install() -> None:
-    """Makes this process see GPUs, one for each rank of this machine, until it ends."""
+    """Makes this process see one GPU for each rank of this machine, until it exits."""
     LIBRARY.show_fake_gpus()
     if torch.accelerator.current_accelerator() is None:
         raise RuntimeError("torch was imported before the library of fake_gpu was loaded")
@@ -306,13 +308,14 @@ def install() -> None:
     torch.load = loading(torch.load)
     torch.sparse_csr_tensor = sparse_csr_tensor(torch.sparse_csr_tensor)
     torch.distributed.is_nccl_available = lambda: False
-    torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None  # it times events
+    # It measures times with CUDA events.
+    torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None
     replace_in_template()
     FakeGPUs().__enter__()
 
 
 def replace_in_cuda(count: int) -> None:
-    """Replaces the functions of `torch.cuda` that look for a GPU."""
+    """Replaces the functions of `torch.cuda` that require a GPU."""
 
     def set_device(device: torch.device | str | int) -> None:
         State.current = device if isinstance(device, int) else resolved(device).index
@@ -353,7 +356,7 @@ def replace_in_cuda(count: int) -> None:
 
 
 def copying(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns `torch.tensor` or the like, which copies to a device without an operator."""
+    """Returns a replacement of a function like `torch.tensor`, which copies without an operator."""
 
     def replacement(data: Any, *arguments: Any, device: Any = None, **options: Any) -> Tensor:
         if not is_gpu(device) or isinstance(data, GPUTensor):
@@ -365,7 +368,7 @@ def copying(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `torch.load`, which makes its tensors without an operator."""
+    """Returns a replacement of `torch.load`, which creates tensors without an operator."""
 
     def replacement(file: Any, map_location: Any = None, **options: Any) -> Any:
         if not is_gpu(map_location):
@@ -380,7 +383,7 @@ def loading(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns `torch.sparse_csr_tensor`, which looks for a real GPU."""
+    """Returns a replacement of `torch.sparse_csr_tensor`, which requires a real GPU."""
 
     def replacement(ptr: Tensor, col: Tensor, value: Tensor, *arguments: Any, **options: Any):
         parts = (ptr, col, value)
@@ -394,7 +397,7 @@ def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replace_in_template() -> None:
-    """Replaces CUDA graphs by the stand-in, and watches epochs and captures for waits."""
+    """Replaces CUDA graphs with the stand-in, and watches epochs and captures for waits."""
     import train
     from ddp_setup import Distributed
     from run_folder import RunFolder
@@ -417,14 +420,15 @@ def replace_in_template() -> None:
     graphs.Recording.__exit__ = end
 
     train.train_epoch = watched(train.train_epoch, may_wait=[])
-    train.train_step = watched(train.train_step, may_wait=[True])  # which makes the state of much
+    # The first step creates much of the state.
+    train.train_step = watched(train.train_step, may_wait=[True])
     always = itertools.repeat(True)
     for owner, name in ((train.Meter, "read"), (RunFolder, "save"), (Distributed, "stop_reason")):
         setattr(owner, name, watched(getattr(owner, name), always))
 
 
 def watched(function: Callable[..., Any], may_wait: Iterable[bool]) -> Callable[..., Any]:
-    """Returns a part of an epoch, and whether it may wait in its first calls; in others not."""
+    """Returns a function that may wait only in those of its first calls that `may_wait` allows."""
     answers = iter(may_wait)
 
     def replacement(*arguments: Any, **options: Any) -> Any:

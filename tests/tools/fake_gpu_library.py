@@ -1,6 +1,6 @@
 """The C++ part of `fake_gpu`, which torch must find when it is imported.
 
-So `load` comes before `import torch`, and this module does not import it.
+`load` must therefore be called before `import torch`, and this module does not import torch.
 """
 
 import ctypes
@@ -17,14 +17,15 @@ SOURCE = Path(__file__).with_name("fake_gpu.cpp")
 
 
 def load() -> ctypes.CDLL:
-    """Returns the library; raises `RuntimeError` as `build` does."""
+    """Returns the library; raises `RuntimeError` if it cannot be built."""
     return ctypes.CDLL(str(build()))
 
 
 def build() -> Path:
-    """Returns the library's file, compiled once for each torch, which takes some ten seconds.
+    """Returns the file of the library, which is compiled once for each version of torch.
 
-    Raises `RuntimeError` where there is no compiler, or torch has CUDA of its own.
+    This takes about ten seconds. Raises `RuntimeError` if there is no compiler, or if torch was
+    built with CUDA.
     """
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
     if (torch_folder / "lib" / "libtorch_cuda.so").exists():
@@ -37,7 +38,7 @@ def build() -> Path:
     digest = hashlib.sha256(f"{torch_folder} {version} {SOURCE.read_text()}".encode()).hexdigest()
     library = Path(tempfile.gettempdir()) / f"fake_gpu_{os.getuid()}_{digest[:16]}.so"
     with open(library.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in parallel
         if not library.exists():
             compile_library(library, torch_folder)
     return library

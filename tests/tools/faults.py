@@ -1,4 +1,4 @@
-"""`python -m tests.check faults`: the faults that runs are given, and the outcome of each."""
+"""`python -m tests.check faults`: the faults that are injected into runs, and their outcomes."""
 
 import argparse
 import contextlib
@@ -39,19 +39,20 @@ from tests.tools.runs import (
     zero_a_block,
 )
 
-# A run has two epochs of four steps, and a checkpoint every three and at epoch ends.
+# A run has two epochs of four steps, and saves a checkpoint every three steps and at the ends of
+# epochs.
 STEP_OF_SAVE = 6
 EPOCH_END = 4
 LAST_STEP = 8
 
-BALLAST = "ballast"  # a file that fills the disk
+BALLAST = "ballast"  # the file that fills the disk
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`action` happens to `rank` when it enters `phase` after `step` completed steps.
+    """A fault: `action` happens to `rank` when it enters `phase` after `step` completed steps.
 
-    It does so in the first of two runs.
+    It happens in the first of two runs.
     """
 
     name: str
@@ -60,14 +61,14 @@ class Fault:
     step: int = 5
     rank: int = 1
     state: str = "failed"  # expected in status.json after the first run
-    prints: str = ""  # expected in its output
+    prints: str = ""  # expected in the output of the first run
     arguments: tuple[str, ...] = ()  # overrides for both runs
     torchrun: tuple[str, ...] = ()  # options for the first run
-    repair: Callable[[Path], None] = lambda folder: None  # between the runs
+    repair: Callable[[Path], None] = lambda folder: None  # called between the two runs
     again_prints: str = ""  # expected in the output of the second run
     ranks: int = 2
-    again_ranks: int = 0  # of the second run; 0: as many
-    part: str = ""  # the module without which the run says something else
+    again_ranks: int = 0  # number of ranks of the second run; 0: the same
+    part: str = ""  # the module without which the run prints something else
 
 
 KILLED = {"prints": "another rank was killed or cannot be reached"}
@@ -235,7 +236,7 @@ FAULTS = [
 def faults(options: argparse.Namespace) -> bool:
     """Prints the outcome of each fault.
 
-    Returns whether every run, once restarted, ends like an undisturbed one.
+    Returns whether every run, after a restart, ends with the result of an undisturbed run.
     """
     here = [fault for fault in FAULTS if not fault.part or is_here(fault.part)]
     chosen = [fault for fault in here if options.only in fault.name]
@@ -266,7 +267,7 @@ def faults(options: argparse.Namespace) -> bool:
 
 
 def on_gpus(fault: Fault) -> Fault:
-    """Returns the fault as GPUs show it: a rank may wait in NCCL for a killed one, and not say."""
+    """Returns the fault as on GPUs: a rank may silently wait in NCCL for a killed one."""
     return replace(fault, prints="") if fault.prints == KILLED["prints"] else fault
 
 
@@ -297,7 +298,7 @@ def run_fault(
 
 
 def lost(folder: Path, reference: Path, tolerance: float) -> str:
-    """Returns what a run has lost against an undisturbed one, best.pt included, or ""."""
+    """Returns what differs from an undisturbed run, including best.pt, or ""."""
     problem = difference(folder, reference, tolerance)
     if problem:
         return problem
@@ -347,9 +348,9 @@ def orphans(folder: Path) -> list[int]:
 
 # ---- In the processes of a run -------------------------------------------------------------------
 def fault_worker(parent: str, arguments: list[str]) -> None:
-    """Runs `train.main` on a few rows of the user's tables, with the faults in FAULTS.
+    """Runs `train.main` on few rows of the user's tables, with the faults in FAULTS.
 
-    FAULTS is an environment variable. The arguments end with the run's name.
+    FAULTS is an environment variable. The last of the arguments is the run's name.
     """
     settings = {
         "run.dir": parent,
@@ -371,11 +372,12 @@ def fault_worker(parent: str, arguments: list[str]) -> None:
 
 
 def arm(folder: Path, faults: dict[Path, list]) -> None:
-    """Injects each fault where its rank enters its phase after its number of steps.
+    """Injects each fault when its rank enters its phase after its number of steps.
 
-    `faults` has [rank, step, phase, action] by the path of the fault's mark, a file that says that
-    it has come, so that it does not again if torchrun restarts the workers. In it are the seconds
-    since a checkpoint was saved, and those that a hang may take.
+    `faults` maps the path of each fault's mark to [rank, step, phase, action]. The mark is a file
+    that is written when the fault happens, so that it does not happen again if torchrun restarts
+    the workers. It contains the seconds since the last checkpoint, and the longest duration of a
+    hang.
     """
     folder.mkdir(exist_ok=True)
     for mark in faults:
@@ -397,23 +399,23 @@ def arm(folder: Path, faults: dict[Path, list]) -> None:
 
 
 def last_save(folder: Path) -> float:
-    """Returns when the newest checkpoint was written, 0 if there is none."""
+    """Returns the time when the newest checkpoint was written, 0 if there is none."""
     latest = 0.0
     for path in folder.glob("checkpoints/step_*.pt"):
-        with contextlib.suppress(FileNotFoundError):  # rank 0 has removed it
+        with contextlib.suppress(FileNotFoundError):  # rank 0 may have removed it
             latest = max(latest, path.stat().st_mtime)
     return latest
 
 
 def inject(action: str, folder: Path, marks: Path, step: int) -> None:
-    """Does what `action` says to the run in `folder`, after `step` steps.
+    """Applies `action` to the run in `folder`, after `step` steps.
 
-    `marks` has the process ids of the ranks.
+    `marks` is the folder with the process ids of the ranks.
     """
     name, _, target = action.partition(" ")
     if name in signal.Signals.__members__:
         os.kill(os.getppid() if "torchrun" in target else os.getpid(), signal.Signals[name])
-        time.sleep(5 if "slow" in target else 0.5)  # until torchrun has forwarded it
+        time.sleep(5 if "slow" in target else 0.5)  # wait until torchrun has forwarded the signal
     elif action == "kill all":
         kill_all(marks)
     elif action == "kill half-way":
@@ -422,7 +424,7 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
         os.replace = replace_and_die
     elif action == "STOP":
         (folder / "STOP").touch()
-        time.sleep(1.1)  # ranks look for it twice a second
+        time.sleep(1.1)  # ranks look for the file twice a second
     elif action == "disk full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     elif action == "blocked":
@@ -440,7 +442,7 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
         spoil_the_weights_of_checkpoints()
     elif action == "raise":
         raise ZeroDivisionError("injected")
-    elif action == "bad index":  # of which a GPU tells later, and NCCL may end the process
+    elif action == "bad index":  # a GPU reports this error later, and NCCL may end the process
         first = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
         first[first.long() + 7]
     elif action == "sleep":
@@ -458,6 +460,7 @@ def kill_all(marks: Path) -> None:
 
 
 def fill_the_disk(folder: Path) -> None:
+    """Writes a file until the disk is full."""
     block = bytes(2**20)
     with contextlib.suppress(OSError), (folder / BALLAST).open("wb") as file:
         while True:
@@ -466,12 +469,14 @@ def fill_the_disk(folder: Path) -> None:
 
 
 def half_a_save(state: dict, file: BinaryIO) -> None:
+    """Replaces `torch.save`: writes half of a file, and kills this process."""
     file.write(b"half of it")
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def replace_and_die(source: Path, target: Path) -> None:
+    """Replaces `os.replace`: kills this process after best.pt has been written."""
     os.rename(source, target)
     if Path(target).name == "best.pt":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,13 +1,13 @@
-"""CUDA graphs on the CPU: what `make_graphed_callables` and `torch.cuda.graph` do, with recorded
-operators.
+"""CUDA graphs on the CPU: replaces `make_graphed_callables` and `torch.cuda.graph`.
 
-A replay calls the operators of the recording again, on the same memory, with the numbers that
-Python gave them. So static inputs, outputs and gradients are overwritten by each replay, Python is
-frozen, and torch's generators go on, as on a GPU. A recording keeps what it made, but not what it
-read: where that memory is freed since, in which a GPU would find any numbers, a replay raises.
+A replay calls the recorded operators again, on the same memory, with the numbers that Python passed
+to them. As on a GPU, each replay overwrites static inputs, outputs and gradients, does not run
+Python code, and advances torch's generators. A recording keeps the tensors that it created, but not
+those that it read. If their memory has been freed, a GPU would read arbitrary numbers; this replay
+raises an error.
 
-Copies from the host, which a GPU cannot capture, are not seen here: on a CPU, a number that was
-made on the host is no other than one that was made on the device.
+Copies from the host, which a GPU cannot capture, are not detected here, because on a CPU, numbers
+that were created on the host are not different from others.
 """
 
 import weakref
@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parts import optional
 from tests.syncs import CountSynchronisations
 
-SPARSE = 0  # in place of the memory of tensors that have none of their own
+SPARSE = 0  # represents the memory of tensors that have none of their own
 
 
 def pretend_gpu(free: int = 2**40) -> None:
-    """Makes graphs on the CPU pass for some on a GPU with so many bytes free, until undone."""
+    """Makes graphs on the CPU look like graphs on a GPU with `free` bytes, until this is undone."""
     from mask import SharedGraph
 
     SharedGraph.is_on_gpu = True
@@ -33,7 +33,7 @@ def pretend_gpu(free: int = 2**40) -> None:
 
 
 def replace_graphs(free: int) -> None:
-    """Lets the part that captures steps, if it is here, do so by what is recorded here."""
+    """Makes the optional part model_graphs.py use the recordings of this module."""
     model_graphs = optional("model_graphs")
     if model_graphs is None:
         return
@@ -44,10 +44,10 @@ def replace_graphs(free: int) -> None:
 
 
 class Recording(CountSynchronisations):
-    """Records the operators that are called; those that wait for a GPU fail, as on a GPU."""
+    """Records the operators that are called; operators that wait for a GPU fail, as on a GPU."""
 
     def __init__(self, made: set[int] = frozenset()):
-        """`made` are the memories that other recordings keep."""
+        """`made` is the memory that other recordings keep."""
         super().__init__()
         self.calls = []
         self.made = {SPARSE, *made}
@@ -89,7 +89,7 @@ class Recording(CountSynchronisations):
 
 
 class Capture(Recording):
-    """What `torch.cuda.graph` fills: as that only captures, numbers changed in place are undone."""
+    """Replaces `torch.cuda.graph`, which only captures: in-place changes are undone."""
 
     def __init__(self):
         super().__init__()
@@ -112,10 +112,10 @@ class Capture(Recording):
 
 
 class ReadTensor:
-    """A tensor, without its memory, which whoever made it must keep."""
+    """A tensor without its memory, which its creator must keep."""
 
     def __init__(self, tensor: Tensor):
-        value = getattr(tensor, "value", tensor)  # that of a GPU which is not there
+        value = getattr(tensor, "value", tensor)  # the value of a `GPUTensor`
         self.memory = weakref.ref(value.untyped_storage())
         self.place = (value.storage_offset(), value.size(), value.stride())
         self.dtype = value.dtype
@@ -123,7 +123,7 @@ class ReadTensor:
         self.device = tensor.device
 
     def again(self: Any) -> Any:
-        """Returns the tensor, or what is none."""
+        """Returns the tensor again; other values are returned unchanged."""
         if not isinstance(self, ReadTensor):
             return self
         value = torch.empty(0, dtype=self.dtype).set_(self.memory(), *self.place)
@@ -131,7 +131,7 @@ class ReadTensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns which memory a tensor lies in."""
+    """Returns an identifier of the memory that a tensor uses."""
     value = getattr(tensor, "value", tensor)
     return value.untyped_storage()._cdata if value.layout == torch.strided else SPARSE
 
@@ -143,7 +143,7 @@ def tensors_of(values: Any) -> list[Tensor]:
 def make_graphed_callables(
     module: nn.Module, inputs: tuple[Tensor, ...], allow_unused_input: bool = False
 ) -> nn.Module:
-    """Returns the module, whose `forward` replays what it does with these inputs."""
+    """Returns the module, whose `forward` replays its operators for these inputs."""
     if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
         raise RuntimeError("make_graphed_callables does not support the autocast caching")
     parameters = tuple(module.parameters())

@@ -1,4 +1,4 @@
-"""`python -m tests.check parity`: the same result on any number of processes."""
+"""`python -m tests.check parity`: the same result with any number of processes."""
 
 import argparse
 import dataclasses
@@ -15,12 +15,14 @@ from tests.few_rows import load_few_rows
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 from train import read_config, train
 
-NUM_EPOCHS = 2  # with each number of micro-batches
+NUM_EPOCHS = 2  # epochs with each number of micro-batches
 BATCH_SIZE = 24
-# AdamW makes steps of 1e-9 of the rate of gradients that are nothing but rounding. Most right runs
-# differ by 1e-16 and their metrics by 1e-14; those with float32's errors by 1e-9 and 1e-7.
+# For gradients that are only rounding errors, AdamW makes steps of 1e-9 times the learning rate.
+# Most correct runs differ by 1e-16, and their metrics by 1e-14. Runs with the errors of float32
+# differ by 1e-9 and 1e-7.
 TOLERANCE = 1e-9
-METRICS = ("loss", "pearson", "grad_norm")  # which are compared; a loss need not decide the mse
+# The metrics that are compared; the mse is left out, because a loss may leave it undetermined.
+METRICS = ("loss", "pearson", "grad_norm")
 
 
 def parity(options: argparse.Namespace) -> bool:
@@ -71,7 +73,7 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
 
 
 def parity_worker(folder: str, arguments: list[str]) -> None:
-    """Runs `train.train` with one world size, on a few rows of the user's tables."""
+    """Runs `train.train` with one world size, on few rows of the user's tables."""
     config = read_config(arguments)
 
     def program(ddp: Distributed) -> None:
@@ -95,10 +97,11 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
 
 
 def parameter_differences(path: Path, reference: Path) -> dict[str, float]:
-    """Returns the norm of the difference of each parameter and buffer over that of the whole model.
+    """Returns each parameter's and buffer's difference, as its norm over the norm of the model.
 
-    Over its own, a bias would differ by any amount whose gradient is nothing but rounding errors.
-    The model's leaves out tensors that are equal, such as large constants.
+    With the norm of the tensor itself, a bias could differ by any amount if its gradient consists
+    of rounding errors. Tensors that are equal, such as large constants, do not count for the
+    model's norm.
     """
     ours = parameters(path)
     theirs = parameters(reference)

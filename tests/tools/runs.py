@@ -1,4 +1,4 @@
-"""Launches runs of the template and reads their results."""
+"""Launches runs of the template, and reads their results."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:
 
 
 def series(folder: Path) -> list[dict]:
-    """Returns the train, val and test rows without times: equal if runs computed the same."""
+    """Returns the train, val and test rows without times; they are equal for equal computations."""
     rows = [row for row in read_metrics(folder) if row["kind"] != "event"]
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
@@ -34,15 +34,15 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def zero_a_block(path: Path) -> None:
-    """Fills the middle of the largest tensor of a file that torch wrote with zeros.
+    """Overwrites the middle of the largest tensor in a file of torch with zeros.
 
-    The file keeps its size, as after a crash of a disk, and torch reads it without a word.
+    The file keeps its size, as after a failure of a disk, and torch reads it without an error.
     """
     with zipfile.ZipFile(path) as archive:
         tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     largest = max(tensors, key=lambda entry: entry.file_size)
     with path.open("r+b") as file:
-        file.seek(largest.header_offset + 26)  # the sizes of the two last fields of its header
+        file.seek(largest.header_offset + 26)  # the sizes of the last two fields of its header
         sizes = struct.unpack("<HH", file.read(4))
         file.seek(sum(sizes) + largest.file_size // 4, os.SEEK_CUR)
         file.write(bytes(largest.file_size // 2))
@@ -54,14 +54,14 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 
 
 def equal(value: object, other: object, tolerance: float) -> bool:
-    """Returns whether two values of a metrics row differ by at most the relative tolerance."""
+    """Returns whether two values of a metrics row are equal up to a relative tolerance."""
     if isinstance(value, float) and isinstance(other, float):
         return value == other or abs(value - other) <= tolerance * abs(other)
     return value == other
 
 
 def relative_difference(value: Tensor, reference: Tensor, norm: Tensor) -> float:
-    """Returns the norm of the difference over `norm`; inf for unequal integers or bools."""
+    """Returns the norm of the difference over `norm`; inf for integers or bools that differ."""
     if torch.equal(value, reference):
         return 0.0
     if not reference.is_floating_point():
@@ -70,9 +70,9 @@ def relative_difference(value: Tensor, reference: Tensor, norm: Tensor) -> float
 
 
 def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
-    """Returns which tensor or metric first differs between two runs, or "".
+    """Returns the first tensor or metric that differs between two runs, or "".
 
-    It differs by more than the relative tolerance.
+    The relative difference must be larger than the tolerance.
     """
     ours, theirs = parameters(folder), parameters(reference)
     for name, value in theirs.items():
@@ -101,13 +101,13 @@ def launch(
 ) -> tuple[int, str]:
     """Runs `tests.check` with `arguments` under torchrun, or plain python if `world_size` is 1.
 
-    `cpu` hides the GPUs. With a `prefix`, such as that of a network namespace, the command begins
-    with it and is always under torchrun.
+    `cpu` hides the GPUs. A `prefix`, such as the command that enters a network namespace, is put in
+    front of the command, which then always uses torchrun.
 
     Returns the exit status and the output.
 
     Raises:
-        RuntimeError: The processes did not finish within `timeout` seconds.
+        RuntimeError: the processes did not finish within `timeout` seconds.
     """
     command = [*prefix, sys.executable]
     if world_size > 1 or prefix:

@@ -1,4 +1,4 @@
-"""Vectors of ten classes, and a dataset that builds a whole batch of them at once.
+"""Vectors of ten classes, and a dataset that builds a complete batch of them at once.
 
 Shapes: n rows of F numbers; B samples in a batch.
 """
@@ -26,7 +26,7 @@ class DataConfig:
 
 @dataclass
 class Vectors(Dataset):
-    """Vectors x [n, F], their classes y, long [n], and their places in `SPLITS`, long [n]."""
+    """Vectors x [n, F], their classes y, long [n], and the index of their split, long [n]."""
 
     x: Tensor
     y: Tensor
@@ -36,7 +36,7 @@ class Vectors(Dataset):
         return len(self.y)
 
     def __getitems__(self, rows: Sequence[int]) -> Data:
-        """Returns the batch of some rows; -1 is padding, of weight 0."""
+        """Returns the batch of some rows; -1 is padding with weight 0."""
         index = torch.as_tensor(rows, dtype=torch.long)
         row = index.clamp(min=0)
         weight = (index >= 0).to(self.x.dtype)
@@ -47,7 +47,7 @@ class Vectors(Dataset):
         return torch.tensor([len(rows)], dtype=torch.float64)
 
     def fingerprint(self) -> str:
-        """Returns a hash of the vectors, with which alone a run is resumed."""
+        """Returns a hash of the vectors; a run is only resumed with the same vectors."""
         digest = hashlib.sha256()
         for values in (self.x, self.y, self.split):
             digest.update(values.numpy().tobytes())
@@ -55,7 +55,7 @@ class Vectors(Dataset):
 
 
 def read_vectors(config: DataConfig) -> Vectors:
-    """Returns clusters of random vectors; yours may come from any file."""
+    """Returns clusters of random vectors; your own may come from any file."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(NUM_CLASSES, NUM_FEATURES, generator=generator)
     y = torch.randint(NUM_CLASSES, (config.rows,), generator=generator)

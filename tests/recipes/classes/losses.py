@@ -1,4 +1,4 @@
-"""The losses: each gives that of each row, [n], of logits [n, C] and classes, long [n]."""
+"""The losses: functions of logits [n, C] and classes, long [n], that return losses [n]."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A perceptron of several layers."""
+"""A perceptron with one hidden layer."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""The classes of vectors, as a task of train.py: dataset, model, loss and metrics.
+"""The classification of vectors, as a task of train.py: dataset, model, loss and metrics.
 
 Shapes: B samples in a batch, n rows, C classes.
 """
@@ -24,11 +24,11 @@ class ClassesTask:
     dataset: Vectors
     fingerprint: str
 
-    graph = None  # samples share nothing
-    rivals = ()  # nothing else predicts them
+    graph = None  # samples do not share a graph
+    rivals = ()  # there are no other predictions
     route = "a perceptron"  # for the log
-    num_targets = 1  # losses of a row
-    output_shape = (NUM_CLASSES,)  # of a row
+    num_targets = 1  # number of losses of a row
+    output_shape = (NUM_CLASSES,)  # shape of a row's output
     captures_steps = False  # no CUDA graphs
     is_cheap_per_sample = True
 
@@ -47,14 +47,14 @@ class ClassesTask:
         return Perceptron(self.config.model, NUM_FEATURES, NUM_CLASSES)
 
     def check_plan(self, model: nn.Module) -> None:
-        """Checks nothing, as batches have no plan."""
+        """Does nothing, because batches have no plan."""
 
     def by_score(self, output: Tensor, batch: Data) -> Tensor:
-        """Returns a model's output of a batch with the `output_shape` for each sample."""
+        """Returns the model's output for a batch, with the `output_shape` for each sample."""
         return output
 
     def losses(self, output: Tensor, y: Tensor) -> Tensor:
-        """Returns the loss of each row, [n], of outputs [n, C] and classes y [n]."""
+        """Returns the loss of each row, [n], given outputs [n, C] and classes y [n]."""
         return LOSSES[self.config.optim.loss](output, y)
 
     def loss(self, output: Tensor, batch: Data) -> Tensor:
@@ -62,7 +62,7 @@ class ClassesTask:
         return (batch.weight * self.losses(output, batch.y)).sum().view(1)
 
     def metrics(self, split: str, output: Tensor) -> dict[str, float]:
-        """Returns the metrics of a split by name, of outputs [n, C]."""
+        """Returns the metrics of a split by name, given outputs [n, C]."""
         y = self.dataset.y[self.rows(split)]
         prediction = output.argmax(dim=1)
         each = metrics_beside_rivals(y.view(-1, 1), {"prediction": prediction.view(-1, 1)}, {})
@@ -70,7 +70,7 @@ class ClassesTask:
         return {"loss": self.losses(output, y).mean().item(), **means, "n": len(y), "rows": len(y)}
 
     def result_lines(self, output: Tensor) -> Iterator[str]:
-        """Yields the lines of test.tsv, of outputs of the test rows [n, C]."""
+        """Yields the lines of test.tsv, given outputs [n, C] of the test rows."""
         rows = self.rows("test")
         columns = (rows, self.dataset.y[rows], output.argmax(dim=1))
         yield "row\tclass\tprediction\n"
@@ -78,7 +78,7 @@ class ClassesTask:
             yield "\t".join(map(str, cells)) + "\n"
 
     def origin(self, code: dict[str, str]) -> Origin:
-        """Returns where checkpoints are from whose steps `code` makes."""
+        """Returns the `Origin` to store in checkpoints, given hashes of the code of their steps."""
         free_options = self.config.free_options()
         return Origin(asdict(self.config), self.fingerprint, code=code, free_options=free_options)
 
