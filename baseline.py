@@ -21,7 +21,7 @@ from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tenso
 from baseline_combination import SUM, Combination, combine
 from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
 from data import basis_of, mean_one_weight, training_mean_and_std
-from data_tables import Tables, cached
+from data_tables import Tables, cached_by_code
 from losses import LOSSES
 from mask import SharedGraph, doses, num_samples, sum_by_sample
 from metrics import effective_share
@@ -79,7 +79,7 @@ class Baseline:
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
     """Returns `fit_baseline` of these tables, cached by their fingerprint."""
     key = f"{fingerprint} {loss}"
-    fields = cached(
+    fields = cached_by_code(
         cache_dir, "baseline", fit_baseline, key, lambda: vars(fit_baseline(tables, loss))
     )
     return Baseline(**fields)
@@ -143,7 +143,7 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     """Returns the `fit_baseline` of a few targets, given the basis of their doses, [3, K]."""
     weight = mean_one_weight(tables)
     criterion = LOSSES[loss]
-    mean, std = criterion.unit(*training_mean_and_std(tables))
+    mean, std = criterion.origin_and_unit(*training_mean_and_std(tables))
     doses, mean_sum = doses_of(tables, basis)
     squares = mean_squares(tables, doses)
     targets, has_val = targets_of(tables, weight, std, loss, squares)
@@ -511,9 +511,9 @@ def baseline_term(task: Any) -> WithoutGraph:
     """Returns the baseline's term for the model of a `KnockoutTask`, which starts from its fit."""
     tables = task.tables
     readout = BaselineReadout(len(tables.genes), len(tables.targets), task.basis.size(1))
-    if task.start is not None and not task.criterion.starts_from_mean:
+    if task.baseline is not None and not task.criterion.starts_from_mean:
         criterion = task.criterion.to("cpu")
-        readout.start_from(task.start, criterion.mean, criterion.std)
+        readout.start_from(task.baseline, criterion.mean, criterion.std)
     if task.config.model.readout == "nodes":
         # Not trained: thousands of effects per node would learn noise.
         readout.requires_grad_(False)

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import cumsum
 
-from data_cells import check_is_no_pipe, unreadable
-from data_tables import SPLITS, Tables, cached, read_tables
+from data_cells import SPLITS, check_is_no_pipe, unreadable
+from data_tables import Tables, cached_by_code, read_tables
 from errors import DataError
 from mask import doses, starts_of_samples
 from metrics import mean_and_std
@@ -66,7 +66,7 @@ def load(config: DataConfig) -> Tables:
     files = [config.edges, config.perturbations, config.features]
     digests = [path and file_digest(path) for path in files]  # "" for a file that is not given
     options = [config.scores, config.undirected]
-    # Affects the tables, but is not among the imports whose code `cached` hashes.
+    # Affects the tables, but is not among the imports whose code `cached_by_code` hashes.
     data_notes = optional("data_notes")
     code = file_digest(data_notes.__file__) if data_notes else ""
     # Includes the paths, because the notes of tables quote them.
@@ -75,7 +75,7 @@ def load(config: DataConfig) -> Tables:
     def read() -> dict[str, Any]:
         return vars(read_tables(*files, *options))
 
-    tables = Tables(**cached(config.cache_dir, "tables", read_tables, key, read))
+    tables = Tables(**cached_by_code(config.cache_dir, "tables", read_tables, key, read))
     of_split = ("split", "split_seed", "val_fraction", "test_fraction", "fold")
     if tables.split is None:
         make_split = node_split if config.split == "nodes" else random_split
@@ -83,7 +83,7 @@ def load(config: DataConfig) -> Tables:
         split_rows = partial(make_split, tables, config)
         # The cached split also depends on the code of this module, and on the modules that it
         # imports, such as data_tables.
-        tables.split = cached(config.cache_dir, "split", make_split, key, split_rows)
+        tables.split = cached_by_code(config.cache_dir, "split", make_split, key, split_rows)
     else:
         given = [name for name in of_split if getattr(config, name) != getattr(DataConfig, name)]
         if given:

@@ -182,7 +182,7 @@ class Tables:
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def cached(
+def cached_by_code(
     cache_dir: str, kind: str, function: Callable, key: str, build: Callable[[], Any]
 ) -> Any:
     """Returns the value of `build`, which is stored in a file of the folder, if there is one.

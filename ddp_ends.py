@@ -113,7 +113,7 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
     return trace, f"rank {rank}: {type(error).__name__}: {reason}"
 
 
-def tell_torchrun(text: str) -> None:
+def write_error_file(text: str) -> None:
     """Writes the reason of this process's failure to a file that torchrun adds to its report."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

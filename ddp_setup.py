@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddp_ends import Heartbeat, StopRequest, explain_failure, log_and_print, tell_torchrun
+from ddp_ends import Heartbeat, StopRequest, explain_failure, log_and_print, write_error_file
 from errors import UserError, reason_of
 from parts import optional
 
@@ -236,7 +236,7 @@ class Distributed:
         self.on_failure = None  # it may refer to a DDP module, which must not outlive the group
         self.cleanup.close()
 
-    def record_end_reason(self, reason: str) -> tuple[str, bool]:
+    def first_failure(self, reason: str) -> tuple[str, bool]:
         """Records why the job ends, unless another rank already has.
 
         Returns the recorded reason, and whether it is from this rank.
@@ -248,23 +248,23 @@ class Distributed:
                 return first, int(rank) == self.rank
         return reason, True
 
-    def fail(self, error: BaseException) -> int:
+    def report_failure(self, error: BaseException) -> int:
         """Reports that the job fails; returns the exit status: that of a `UserError`, otherwise 1.
 
         Only the first rank to fail prints the error, with a traceback if `explain_failure` returns
         one.
         """
         trace, reason = explain_failure(error, self.rank)
-        first, is_first = self.record_end_reason(reason)
+        first, is_first = self.first_failure(reason)
         report = log_and_print if is_first else log.error
         report(f"{trace}error: {reason}")
-        self.record_failure(first, trace if is_first else "")
+        self.publish_failure(first, trace if is_first else "")
         return getattr(error, "status", 1)
 
-    def record_failure(self, reason: str, trace: str = "") -> None:
+    def publish_failure(self, reason: str, trace: str = "") -> None:
         """Passes the reason of a failure to torchrun and the hook `on_failure`, if they exist."""
         if self.is_distributed:
-            tell_torchrun(f"{trace}error: {reason}")
+            write_error_file(f"{trace}error: {reason}")
         if self.on_failure:
             with contextlib.suppress(UserError):  # writing fails if the disk is full
                 self.on_failure(reason)
@@ -274,7 +274,7 @@ class Distributed:
 def setup(ddp: Distributed) -> Distributed:
     """Joins the process group, selects this rank's device and returns `ddp`; raises `UserError`."""
     if ddp.is_distributed:
-        tell_torchrun(
+        write_error_file(
             "this process was ended by a signal, for example by SIGKILL when memory ran out: "
             "repeat the command to resume from the last checkpoint"
         )
@@ -409,7 +409,7 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
         return 0
     except BaseException as error:  # even SystemExit, because the other ranks would hang
         try:
-            return ddp.fail(error)
+            return ddp.report_failure(error)
         finally:
             if ddp.world_size == 1:
                 ddp.close()

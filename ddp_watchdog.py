@@ -109,7 +109,7 @@ class Watchdog(threading.Thread):
             limit_s = SIGTERM_AFTER_DEATH_S if silence_s > SILENCE_S else SIGTERM_S
             if waited * self.heartbeat_s > limit_s:
                 reason = f"SIGTERM while waiting in {heartbeat.phase} of step {heartbeat.step}"
-                self.abort(self.ddp.record_end_reason(f"rank {self.ddp.rank}: {reason}")[0])
+                self.abort(self.ddp.first_failure(f"rank {self.ddp.rank}: {reason}")[0])
             # torchrun has exited; StopRequest notices this.
             with contextlib.suppress(dist.DistError):
                 state = json.dumps([self.replies, heartbeat])
@@ -123,7 +123,7 @@ class Watchdog(threading.Thread):
                     self.check_ranks()
                 ending += self.store.check(["end"])
                 if ending * self.heartbeat_s > GRACE_S:  # the main thread is busy or hangs
-                    self.abort(self.ddp.record_end_reason("")[0])
+                    self.abort(self.ddp.first_failure("")[0])
                 self.replies += 1
         of_store.join()
 
@@ -175,7 +175,7 @@ class Watchdog(threading.Thread):
             f"no progress for {self.ddp.limit_s:.0f} s (ddp.timeout_s, ddp.startup_timeout_s): "
             f"{'; '.join(found)}"
         )
-        if self.ddp.record_end_reason(reason)[1]:
+        if self.ddp.first_failure(reason)[1]:
             log_and_print(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
@@ -188,7 +188,7 @@ class Watchdog(threading.Thread):
 
     def exit_now(self, reason: str) -> NoReturn:
         """Reports the failure, and ends this process with status 1."""
-        self.ddp.record_failure(reason)
+        self.ddp.publish_failure(reason)
         os._exit(1)  # not sys.exit, because this is not the main thread
 
     def close(self) -> None:

@@ -30,3 +30,11 @@ def reason_of(error: Exception) -> str:
         if os.path.islink(place) and not os.path.exists(place):
             return f"{place} is a link to {os.readlink(place)}, which cannot be reached"
     return getattr(error, "strerror", None) or str(error)
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Returns a number and its noun for a message: "1 row", "2,000 rows".
+
+    `plural` is for nouns whose plural is not formed with an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -41,7 +41,7 @@ class Criterion:
         """Raises `UserError` if scores [n, T] are not valid for this loss; missing ones are nan."""
 
     @staticmethod
-    def unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    def origin_and_unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the offset and the scale of the first column, [T] each.
 
         The score, or its link, is offset + scale * column. `mean` and `std` are the mean and
@@ -115,7 +115,7 @@ class Binary(Criterion):
             )
 
     @staticmethod
-    def unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    def origin_and_unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         return mean.logit(eps=1e-3), torch.ones_like(std)
 
     @staticmethod

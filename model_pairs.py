@@ -21,7 +21,7 @@ from torch_geometric.index import index2ptr
 from torch_geometric.utils import scatter
 
 from data import KnockoutDataset
-from data_tables import cached
+from data_tables import cached_by_code
 from mask import SharedGraph, num_samples, sum_by_sample
 from model import WildType
 from run_progress import progress_bar
@@ -272,7 +272,7 @@ def add_pair_features(
         return {"features": torch.cat(features)}
 
     key = f"{fingerprint} {dtype}"
-    features = cached(cache_dir, "pairs", PairIndex, key, compute)["features"]
+    features = cached_by_code(cache_dir, "pairs", PairIndex, key, compute)["features"]
     dataset.columns = {**dataset.columns, "pair_features": features}
 
 
@@ -302,7 +302,7 @@ def load_units(
     def compute() -> dict[str, Tensor]:
         return {"units": units_of_pairs(graph, dataset)}
 
-    return cached(cache_dir, "pair_units", PairIndex, fingerprint, compute)["units"]
+    return cached_by_code(cache_dir, "pair_units", PairIndex, fingerprint, compute)["units"]
 
 
 def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:

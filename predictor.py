@@ -226,7 +226,7 @@ class Ensemble:
             note_other_code(run)
         for note in notes_on_members([run.checkpoint for run in runs]):
             log.warning(f"note      {note}")
-        self.is_planned = False
+        self.has_routes = False
         self.lock = RLock()  # planners and masks reuse memory, so only one thread may predict
 
     @property
@@ -294,8 +294,8 @@ class Ensemble:
         self, samples: Tables, with_parts: bool
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
         """Returns each model's `predictions` and its parts, float64 [n, T, parts, or 0]."""
-        if not self.is_planned:
-            self.plan(samples)
+        if not self.has_routes:
+            self.choose_routes(samples)
         rows = torch.arange(len(samples.y))
         of_models = []
         for task, model in zip(self.tasks, self.models, strict=True):
@@ -314,12 +314,12 @@ class Ensemble:
             of_models.append((criterion.predictions(output), parts))
         return of_models
 
-    def plan(self, samples: Tables) -> None:
+    def choose_routes(self, samples: Tables) -> None:
         """Chooses each model's message passing for samples such as these; there must be one."""
         for task, model in zip(self.tasks, self.models, strict=True):
             task.dataset, task.route = make_dataset(samples, self.graph, task.config)
             task.check_plan(model)
-        self.is_planned = True
+        self.has_routes = True
 
     @property
     def rows_at_once(self) -> int:

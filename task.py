@@ -21,7 +21,8 @@ from torch_geometric.data import Data
 import data
 from config import Config
 from data import KnockoutDataset, basis_of, training_mean_and_std, weight_scale
-from data_tables import OF_GRAPH, SPLITS, Tables
+from data_cells import SPLITS
+from data_tables import OF_GRAPH, Tables
 from ddp_setup import Distributed
 from errors import RunError, UserError
 from losses import LOSSES, Criterion
@@ -48,7 +49,7 @@ class KnockoutTask:
     route: str  # the method of message passing, for the log
     # Maps the three `mask.doses` of a level to the K doses of a node's effects, float64 [3, K].
     basis: Tensor
-    start: Any = None  # the `Baseline` that training starts from; None: the mean of the scores
+    baseline: Any = None  # the `Baseline` that training starts from; None: the mean of the scores
     # Name of each rival: its predictions of all rows, float64 [n, T].
     rivals: dict[str, Tensor] = field(default_factory=dict)
 
@@ -67,16 +68,16 @@ class KnockoutTask:
             raise UserError("model.embedding=false needs node features: set data.features")
         check_scores(tables, config)
         fingerprint = tables.fingerprint()
-        start = None
+        baseline = None
         rivals = {}
         if config.model.start == "baseline":
             from baseline import load_baseline  # an optional part
 
-            start = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
-            rivals["baseline"] = start.prediction
+            baseline = load_baseline(tables, fingerprint, config.data.cache_dir, config.optim.loss)
+            rivals["baseline"] = baseline.prediction
         graph = SharedGraph(tables.graph()).to(device, config.optim.dtype)
         loss = LOSSES[config.optim.loss]
-        mean, std = loss.unit(*training_mean_and_std(tables))
+        mean, std = loss.origin_and_unit(*training_mean_and_std(tables))
         criterion = loss(mean, std).to(device)
         check_metrics(criterion, config.optim.loss)
         dataset, route = make_dataset(tables, graph, config)
@@ -93,7 +94,7 @@ class KnockoutTask:
             dataset=dataset,
             route=route,
             basis=basis_of(tables),
-            start=start,
+            baseline=baseline,
             rivals=rivals,
         )
 
@@ -288,8 +289,8 @@ class KnockoutTask:
     def notes(self) -> list[str]:
         """Returns warnings for the log about the tables and how they fit the options."""
         notes = list(self.tables.notes)
-        if self.start is not None:
-            notes += self.start.notes(self)
+        if self.baseline is not None:
+            notes += self.baseline.notes(self)
         data_notes = optional("data_notes")
         if data_notes is not None:
             notes += data_notes.notes_on_training(self.tables, self.config)

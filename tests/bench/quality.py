@@ -50,7 +50,8 @@ from analyse_metrics import (
 )
 from config import Config, load_config
 from data_cache import source_digest
-from data_tables import SPLITS, Tables
+from data_cells import SPLITS
+from data_tables import Tables
 from ddp_setup import Distributed, setup
 from errors import UserError
 from evaluate import predict_rows

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.utils import cumsum, to_undirected
 
-from data_tables import SPLITS, Tables, pack
+from data_cells import SPLITS
+from data_tables import Tables, pack
 
 
 @dataclass(frozen=True)

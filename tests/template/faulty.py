@@ -387,11 +387,11 @@ def other_cuda_on_rank_1() -> None:
         torch.version.cuda = "99.9"
 
 
-def pretend_gpu() -> None:
+def simulate_gpu() -> None:
     """Steps are captured as on a GPU, and replayed on the CPU."""
     from tests.tools import graphs
 
-    graphs.pretend_gpu()
+    graphs.simulate_gpu()
 
 
 def fake_gpu() -> None:
@@ -418,7 +418,7 @@ def wait_in_optimiser() -> None:
 
 
 def kill_while_capturing(rank: str) -> None:
-    """SIGKILL to a rank that captures steps, as `pretend_gpu` lets it."""
+    """SIGKILL to a rank that captures steps, as `simulate_gpu` lets it."""
     import model_graphs
 
     def kill(*arguments: object, **options: object) -> None:

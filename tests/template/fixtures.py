@@ -37,7 +37,7 @@ ON_ONE_AND_TWO = pytest.mark.parametrize("nproc", [0, pytest.param(2, marks=pyte
 FAULTS_IN_PROCESS = {
     *("stop_at_step", "stop_in_evaluation", "predict_at_once", "save_an_infinite_weight"),
     *("other_optimiser", "other_groups", "own_metric", "print_plans", "steps_left"),
-    *("pretend_gpu", "other_shape"),
+    *("simulate_gpu", "other_shape"),
 }
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example
@@ -272,7 +272,7 @@ def predict(command: Callable[..., Finished]) -> Callable[..., Finished]:
 def on_fake_gpus(train: Callable[..., Finished], tmp_path: Path) -> Callable[..., str]:
     """on_fake_gpus(nproc, *overrides) runs train.py on GPUs that are not there.
 
-    Each rank has its own. Returns the log of rank 0. Where none can be pretended, tests are
+    Each rank has its own. Returns the log of rank 0. If none can be simulated, tests are
     skipped, but not in CI.
     """
     from tests.tools import fake_gpu_library

@@ -179,7 +179,7 @@ def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
     monkeypatch.setattr(baseline, "MOST_COMBINED", 100)
     other = replace(config, data=DataConfig(cache_dir=str(tmp_path / "other")))
     task = KnockoutTask.from_tables(tables, other)
-    assert task.start.weights[:, 0].tolist() == [1, 0, 0]
+    assert task.baseline.weights[:, 0].tolist() == [1, 0, 0]
     assert note in task.notes()
 
 

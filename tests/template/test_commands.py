@@ -359,7 +359,7 @@ def raise_it(error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.parametrize("method", ["fail", "record_failure"])
+@pytest.mark.parametrize("method", ["report_failure", "publish_failure"])
 def test_an_interrupt_while_a_failure_is_reported_leaves_nothing(train_here, monkeypatch, method):
     """Of a second Ctrl-C; a thread would end a notebook's kernel."""
     monkeypatch.setattr(KnockoutTask, "loss", lambda *arguments: 1 / 0)
@@ -378,7 +378,7 @@ def test_the_report_of_torchrun_ends_with_the_sentence(train_here, under_torchru
     assert reported().endswith("error: rank 0: ZeroDivisionError: division by zero\n")
     assert "Traceback (most recent" in reported()
     ddp = ddp_setup.Distributed(ddp_setup.DDPConfig())
-    ddp.record_failure("no progress for 3 s")  # as the watchdog does
+    ddp.publish_failure("no progress for 3 s")  # as the watchdog does
     assert "traceback : error: no progress for 3 s\n" in reported()
     assert train_here("run.name=killed") == 0  # as a SIGKILL would leave it
     assert "SIGKILL" in reported() and "repeat the command to resume" in reported()

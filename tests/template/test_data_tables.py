@@ -10,7 +10,8 @@ import torch
 import yaml
 
 from data import DataConfig, load, random_split
-from data_tables import OF_FILES, SPLITS
+from data_cells import SPLITS
+from data_tables import OF_FILES
 from errors import DataError
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of

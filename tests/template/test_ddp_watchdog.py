@@ -42,7 +42,7 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
             ddp.store.set("heartbeat/1", json.dumps([heartbeat, [*place, entered]]))
             thread.observe_ranks()
             thread.check_ranks()
-        return ddp.record_end_reason("")[0]
+        return ddp.first_failure("")[0]
 
     assert look([9, 7, "evaluation"], moving=True) == ""
     assert look([9, 6, "save"], moving=True) == ""
@@ -186,7 +186,7 @@ def test_a_process_alone_is_not_watched():
     ddp = ddp_setup.setup(Distributed(DDPConfig()))
     try:
         assert not any(isinstance(thread, Watchdog) for thread in threading.enumerate())
-        assert ddp.record_end_reason("by the test")[0] == "by the test"
+        assert ddp.first_failure("by the test")[0] == "by the test"
     finally:
         ddp.close()
 

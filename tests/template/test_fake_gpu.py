@@ -16,7 +16,7 @@ def test_the_default_commands_run_on_a_gpu_and_give_the_numbers_of_the_cpu(
     on_fake_gpus, train, predict, tmp_path
 ):
     log = on_fake_gpus(0)
-    assert "device cuda:0 (pretended" in log and "; CUDA graphs\n" in log
+    assert "device cuda:0 (simulated" in log and "; CUDA graphs\n" in log
     assert "note" not in log
     train(0, "run.name=cpu").check()
     on_gpu, on_cpu = (series(tmp_path / "runs" / name) for name in ("gpu", "cpu"))

@@ -91,7 +91,7 @@ def test_squared_errors_are_over_the_variance_of_the_scores():
 def test_binary_losses_are_minus_the_logarithm_of_the_probability_of_what_is_so():
     output = random_numbers(5, 2, 1)
     y = (random_numbers(5, 2) > 0).double()
-    mean, std = Binary.unit(torch.tensor([0.3, 0.9]).double(), STD)
+    mean, std = Binary.origin_and_unit(torch.tensor([0.3, 0.9]).double(), STD)
     criterion = Binary(mean, std)
     probability = criterion.predictions(output)["prediction"]
     odds = torch.tensor([0.3 / 0.7, 0.9 / 0.1]) * output[:, :, 0].exp()

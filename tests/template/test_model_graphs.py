@@ -50,7 +50,7 @@ READOUTS = ("local", "global", "both", "nodes")
 @pytest.fixture
 def gpu() -> Iterator[None]:
     with restored_modules():
-        graphs.pretend_gpu()
+        graphs.simulate_gpu()
         yield
 
 
@@ -571,7 +571,7 @@ def test_the_log_says_why_there_are_no_graphs(gpu, monkeypatch):
         assert steps_of(model, task).note.endswith("longer to compute than to launch")
         of_local = make_task(readout="local")
         assert steps_of(build_model(of_local), of_local).note == "; CUDA graphs"
-    graphs.pretend_gpu(free=100_000)
+    graphs.simulate_gpu(free=100_000)
     assert "GB of 9.3e-05 GB free" in steps_of(model, task).note
 
 
@@ -732,7 +732,7 @@ def test_a_run_with_graphs_has_the_numbers_of_one_without(train, tmp_path, monke
         monkeypatch.setattr(owner, name, counted(original, calls))
     for name, use in (("graphs", "true"), ("eager", "false")):
         options = [f"run.name={name}", f"model.cuda_graphs={use}", "optim.epochs=2"]
-        train(0, *options, "optim.accumulate=2", fault="pretend_gpu").check()
+        train(0, *options, "optim.accumulate=2", fault="simulate_gpu").check()
     rows, others = (series(tmp_path / "runs" / name) for name in ("graphs", "eager"))
     assert len(rows) == len(others) > 3
     for row, other in zip(rows, others, strict=True):
@@ -748,7 +748,7 @@ def test_no_loader_runs_before_steps_are_captured(train, monkeypatch):
     calls = []
     for owner, name in ((graphs, "make_graphed_callables"), (DataLoader, "__iter__")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
-    train(0, "data.workers=1", fault="pretend_gpu").check()
+    train(0, "data.workers=1", fault="simulate_gpu").check()
     assert calls[0] == "make_graphed_callables"
     assert calls.count("make_graphed_callables") == 1 and calls.count("__iter__") > 1
 

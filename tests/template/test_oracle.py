@@ -17,7 +17,7 @@ from analyse_results import read_results
 from baseline import Baseline, additive_baseline
 from config import Config
 from data import DataConfig
-from data_tables import SPLITS
+from data_cells import SPLITS
 from errors import UserError
 from model import ModelConfig
 from optim import OptimConfig
@@ -244,7 +244,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
 def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
     """Compares the predictions of all rows by sums, and where they count, by combinations."""
     additive = additive_baseline(task.tables, task.config.optim.loss)
-    baseline = task.start
+    baseline = task.baseline
     assert_close(task.criterion.mean, oracle.mean)
     assert_close(task.criterion.std, oracle.std)
     np.testing.assert_allclose(1 / baseline.basis.amax(dim=0), oracle.units)

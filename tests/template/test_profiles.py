@@ -14,7 +14,8 @@ import torch
 
 from analyse_metrics import pearson_of_rows
 from data import DataConfig, load, node_split, random_split
-from data_tables import SPLITS, Tables, read_tables
+from data_cells import SPLITS
+from data_tables import Tables, read_tables
 from errors import UserError
 from tests.bench import profiles, quality, synthetic
 from tests.bench.profiles import (

@@ -110,7 +110,7 @@ def gappy_task(folder: Path, **sections) -> KnockoutTask:
 def with_baseline(task: KnockoutTask, y: torch.Tensor, prediction: torch.Tensor) -> KnockoutTask:
     """Returns the task with other scores [n, T] and a baseline that predicts `prediction`."""
     criterion = LOSSES[task.config.optim.loss]
-    unit = criterion.unit(*mean_and_std(y[task.rows("train")]))
+    unit = criterion.origin_and_unit(*mean_and_std(y[task.rows("train")]))
     rivals = {"baseline": prediction}
     tables = replace(task.tables, y=y)
     return replace(task, tables=tables, rivals=rivals, criterion=criterion(*unit))

@@ -63,7 +63,7 @@ def test_with_start_mean_no_rival_is_fitted_and_the_model_predicts_the_mean(read
     config = Config(model=ModelConfig(start="mean", readout=readout))
     tables = additive_tables(1.0)
     task = KnockoutTask.from_tables(tables, config)
-    assert task.start is None
+    assert task.baseline is None
     assert task.rivals == {}
     model = task.build_model().eval()
     batch = task.dataset.__getitems__([0, 1, 2])

@@ -260,7 +260,7 @@ def refused(config: DDPConfig, *expected: str) -> None:
         raise AssertionError("no error")
 
 
-def pretend_gpus(count: int, uuid: str = "") -> None:
+def simulate_gpus(count: int, uuid: str = "") -> None:
     torch.cuda.is_available = lambda: True
     dist.is_nccl_available = lambda: False  # NCCL would look for them
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
@@ -395,7 +395,7 @@ def gpu_checks(kind: str) -> None:
 
 def too_few_gpus() -> None:
     """Rank 1 lists fewer GPUs than its machine has processes: both fail with the same message."""
-    pretend_gpus(2)
+    simulate_gpus(2)
     chosen = [0] if os.environ["RANK"] == "1" else []
     refused(
         DDPConfig(device_ids=chosen),
@@ -406,19 +406,19 @@ def too_few_gpus() -> None:
 
 def shared_gpu() -> None:
     """A scheduler exposes the same GPU to both processes."""
-    pretend_gpus(1, uuid="GPU-0")
+    simulate_gpus(1, uuid="GPU-0")
     refused(DDPConfig(), " share a GPU: start one process per GPU")
 
 
 def no_gpu_on_rank_0() -> None:
     """As where a driver fails: over two backends, ranks would wait for each other."""
-    pretend_gpus(2 * int(os.environ["RANK"]))
+    simulate_gpus(2 * int(os.environ["RANK"]))
     refused(DDPConfig(), "device differs between ranks: cuda on rank 1, cpu on rank 0")
 
 
 def own_gpu() -> None:
     """A scheduler exposes a different GPU to each process, which is number 0 in both."""
-    pretend_gpus(1, uuid=f"GPU-{os.environ['RANK']}")
+    simulate_gpus(1, uuid=f"GPU-{os.environ['RANK']}")
     ddp = start()
     assert ddp.device == torch.device("cuda", 0) and ddp.local_rank == int(os.environ["RANK"])
     dist.destroy_process_group()

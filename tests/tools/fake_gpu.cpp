@@ -19,7 +19,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool isPinnedPtr(const void*) const override { return are_shown; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  std::string showConfig() const override { return "CUDA is pretended"; }
+  std::string showConfig() const override { return "CUDA is simulated"; }
   c10::DeviceIndex deviceCount() const override {
     return are_shown ? c10::impl::kFakeGuardImplMaxDevices : 0;
   }

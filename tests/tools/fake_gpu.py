@@ -53,7 +53,7 @@ INDEXED = ("aten.index.Tensor", "aten.index_put.", "aten.index_put_.", "aten._in
 
 
 class State:
-    """The state of this process's pretended GPUs."""
+    """The state of this process's simulated GPUs."""
 
     current = 0  # number of the current GPU
     may_wait = True
@@ -250,7 +250,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def resolved(device: torch.device | str) -> torch.device:
-    """Returns a device with its number; raises `RuntimeError` for a GPU that is not pretended."""
+    """Returns a device with its number; raises `RuntimeError` for a GPU that is not simulated."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", State.current)
@@ -323,7 +323,7 @@ def replace_in_cuda(count: int) -> None:
     def get_device_properties(device: torch.device | None = None) -> SimpleNamespace:
         number = State.current if device is None else resolved(device).index
         return SimpleNamespace(
-            uuid=f"GPU {number} of {socket.gethostname()}", name="pretended", major=9, minor=0,
+            uuid=f"GPU {number} of {socket.gethostname()}", name="simulated", major=9, minor=0,
             total_memory=MEMORY, multi_processor_count=100,
         )  # fmt: skip
 
@@ -340,7 +340,7 @@ def replace_in_cuda(count: int) -> None:
     results = {
         "is_available": True,
         "device_count": count,
-        "get_device_name": "pretended",
+        "get_device_name": "simulated",
         "mem_get_info": (MEMORY, MEMORY),
         "max_memory_allocated": 0,
         "max_memory_reserved": 0,

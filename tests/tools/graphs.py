@@ -24,7 +24,7 @@ from tests.syncs import CountSynchronisations
 SPARSE = 0  # represents the memory of tensors that have none of their own
 
 
-def pretend_gpu(free: int = 2**40) -> None:
+def simulate_gpu(free: int = 2**40) -> None:
     """Makes graphs on the CPU look like graphs on a GPU with `free` bytes, until this is undone."""
     from mask import SharedGraph
 

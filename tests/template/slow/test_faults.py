@@ -58,10 +58,10 @@ def start_ranks(tmp_path, tables) -> Callable[..., list]:
 # ---- Kills at random moments ---------------------------------------------------------------------
 def test_a_kill_while_steps_are_captured_loses_nothing(start_ranks, tmp_path):
     """Steps are captured at each start, also of a run that resumes."""
-    assert join(start_ranks(2, "run.name=whole", fault="pretend_gpu")) == [0, 0]
-    assert join(start_ranks(2, fault="pretend_gpu stop_at_step:3")) == [0, 0]
-    assert 0 not in join(start_ranks(2, fault="pretend_gpu kill_while_capturing:1"))
-    assert join(start_ranks(2, fault="pretend_gpu")) == [0, 0]
+    assert join(start_ranks(2, "run.name=whole", fault="simulate_gpu")) == [0, 0]
+    assert join(start_ranks(2, fault="simulate_gpu stop_at_step:3")) == [0, 0]
+    assert 0 not in join(start_ranks(2, fault="simulate_gpu kill_while_capturing:1"))
+    assert join(start_ranks(2, fault="simulate_gpu")) == [0, 0]
     log = (tmp_path / "runs/default/log.rank0.txt").read_text()
     assert log.count("; CUDA graphs") == 2
     assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""

@@ -30,7 +30,7 @@ def stand_in(monkeypatch) -> Iterator[None]:
     for function in (gpu_graphs.tables_of, gpu_graphs.task_of):
         function.cache_clear()
     with restored_modules():
-        graphs.pretend_gpu()
+        graphs.simulate_gpu()
         yield
     gpu_graphs.tables_of.cache_clear()
     gpu_graphs.task_of.cache_clear()
@@ -160,7 +160,7 @@ def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
             options = ("--", "train.py", *options)
             script = f"{ROOT}/tests/template/faulty.py"
         if script.endswith("faulty.py"):
-            options = ("pretend_gpu", *options)
+            options = ("simulate_gpu", *options)
         elif nproc == 2:
             raise RuntimeError("no GPU to share")
         _store, ranks = fork_ranks(tmp_path, nproc, script, list(options), variables)
