@@ -1,28 +1,35 @@
-"""Prints the test metrics of a run and of its rivals, or compares several runs and their ensemble.
+"""Prints the test metrics of a run, or compares the test metrics of several runs.
 
-    python analyse.py runs/s0                     # a run and its rivals
-    python analyse.py runs/s0 runs/s1 runs/s2     # each run, and the ensemble
-    python analyse.py runs/fold*                  # a cross-validation
-    python analyse.py runs/s0 --json              # output for a program
+    python analyse.py runs/s0                     # print the metrics of a run and of its rivals
+    python analyse.py runs/s0 runs/s1 runs/s2     # compare runs, and evaluate their ensemble
+    python analyse.py runs/fold*                  # evaluate the folds of a cross-validation
+    python analyse.py runs/s0 --json              # print a JSON object
 
-For one run, the first table has the metrics of all test rows and of groups of test rows. Each
-metric is reported with that of the rival in test.tsv and with the 95 % interval of the difference.
-The second table has the metrics of more rivals, which predict the same rows without the model. The
-command writes test.json and a plot, test.svg, into the run folder.
+The metrics are computed from the predictions in test.tsv, a file in the run folder.
 
-For several runs, it writes no file. The first table lists the options and code files in which the
-runs differ, and the best step and metrics of each run, best validation metric first. The second
-table has the metrics of each run and of the ensemble, which predicts the mean of the runs. Below
-it is the 95 % interval of the difference of the two best runs.
+For one run, the first table contains the metrics of all test rows and of groups of test rows. If
+test.tsv also contains predictions of a rival, usually the baseline, its Pearson's r follows the
+model's, together with the 95 % confidence interval (CI) of the difference. Your own metrics are
+reported in the same way. The second table contains the metrics of more rivals, which predict the
+same rows without the model. The command writes the metrics to test.json and a plot to test.svg, in
+the run folder.
 
-Runs with different test rows are folds. For these, it prints the metrics of each fold, and those of
-all test rows of all folds, as for one run. Several runs of one fold are replaced by their ensemble.
+For several runs, the command does not write files. The first table lists the options and code files
+in which the runs differ, and the best step and metrics of each run; the run with the best
+validation metric is first. The second table contains the test metrics of each run and of the
+ensemble, whose prediction is the mean over the runs. The line after it shows the difference between
+the two best runs, with its 95 % interval. Rivals are compared with the ensemble.
 
-With `--json`, it prints only a JSON object, which for one run is the content of test.json. Numbers
-that are not defined are null. From Python, use `analyse_run` and `compare`.
+Runs with different test rows are folds of a cross-validation. The command prints the metrics of
+each fold, and then the tables for one run, with the test rows of all folds. If a fold has several
+runs, their ensemble is used.
+
+With `--json`, the command prints only a JSON object. For one run, this is the content of test.json.
+Undefined numbers are null. From Python, call `analyse_run` or `compare`.
 """
 
-# Shapes: n rows of T targets. Where `rivals` are names, they are those in test.tsv.
+# Shapes: n rows of T targets. Arguments `rivals` that are collections of names contain the names of
+# the rivals in test.tsv.
 
 import json
 import math
@@ -67,7 +74,7 @@ from config import Config, Parser, expand_path, load_config
 from data_tables import Tables
 from ddp_ends import end_process
 from ddp_setup import set_threads
-from errors import UserError
+from errors import UserError, counted
 from losses import LOSSES
 from metrics import first_metric
 from parts import is_here, optional
@@ -76,29 +83,34 @@ from run_folder import read_metrics, read_status
 from run_results import row_labels
 
 SHOWN = 20  # largest number of targets that are printed
-NO_RIVAL = "test.tsv has no rival, so there are no differences for groups of rows (see model.start)"
-DIFFERENCE = "difference (95 %)"
-# Titles of the columns after those of `METRICS` and their rivals.
+NO_RIVAL = (
+    "test.tsv has no predictions of a rival, so the table has no differences (see model.start)"
+)
+RIVALS = (
+    "rivals, which predict the same rows without the model (differences are model minus rival):"
+)
+DIFFERENCE = "difference (95 % CI)"
+# Titles of the columns that follow the columns of `METRICS` and of their rivals.
 TITLES = {
-    "ceiling_pearson": "noise ceiling",
-    "mse_top20": "MSE of top 20",
+    "ceiling_pearson": "Pearson noise ceiling",
+    "mse_top20": "MSE of 20 largest scores",
     "spearman": "Spearman",
     "r2": "R2",
-    "ceiling_r2": "R2 ceiling",
-    "r2_of_ceiling": "share of ceiling",
+    "ceiling_r2": "R2 noise ceiling",
+    "r2_of_ceiling": "R2 / ceiling",
     "mse": "MSE",
     "auroc": "AUROC",
-    "average_precision": "avg. precision",
-    "within_1_sd": "within 1 sd (68 %)",
-    "within_2_sd": "within 2 sd (95 %)",
+    "average_precision": "average precision",
+    "within_1_sd": "share within 1 sd (ideal: 0.68)",
+    "within_2_sd": "share within 2 sd (ideal: 0.95)",
 }
 
 
 # ---- The command ---------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Analyses runs as the command line says; returns the exit status.
+    """Runs the command, and returns its exit status.
 
-    `arguments` is the command line, by default that of this process.
+    `arguments` are the words of the command line, by default `sys.argv[1:]`.
     """
     num_threads = torch.get_num_threads()
     set_threads(local_world_size=1)
@@ -114,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> Namespace:
-    """Returns the arguments of a command line; raises `UserError`."""
+    """Returns the parsed command line; raises `UserError` if it is wrong."""
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
@@ -136,15 +148,17 @@ def report(arguments: Namespace) -> int:
     except BrokenPipeError:
         pass  # the reader, such as `head`, has closed the pipe
     except OSError as error:
-        print(f"error: cannot print the figures: {error.strerror}", file=sys.stderr)
+        advice = "redirect the output to a different place"
+        print(f"error: cannot print the results: {error.strerror}: {advice}", file=sys.stderr)
         return 1
     return 0
 
 
 def report_of_run(folder: Path) -> tuple[dict, list[str]]:
-    """Writes test.json and test.svg to a run's folder.
+    """Writes test.json and test.svg into the folder of a run.
 
-    Returns the content of test.json, and the lines to print. Raises `UserError`.
+    Returns the content of test.json, and the lines to print. Raises `UserError` if the run cannot
+    be analysed, or if a file cannot be written.
     """
     rows = read_run(folder)
     analysis = metrics_of_run(folder, rows)
@@ -164,7 +178,8 @@ def report_of_run(folder: Path) -> tuple[dict, list[str]]:
 def report_of_runs(folders: list[Path]) -> tuple[dict, list[str]]:
     """Returns the result of `compare`, and the lines to print; raises `UserError`."""
     analysis, rows = metrics_of_runs(read_runs(folders))
-    lines = [*table_of_options(analysis), ""]
+    title = "options and code files that differ between the runs, and metrics of their best steps:"
+    lines = [title, *table_of_options(analysis), ""]
     lines += [f"note      {note}" for note in analysis["notes"]]
     runs = f"{len(folders)} runs"
     if "folds" in analysis:
@@ -184,17 +199,18 @@ def as_json(analysis: dict) -> str:
 def analyse_run(run: str | Path) -> dict[str, Any]:
     """Returns the metrics of a run's test predictions by name: the content of test.json.
 
-    Nothing is printed or written. An undefined metric is nan. The keys are
+    The function does not print or write anything. Undefined metrics are nan. The keys are
 
-    - `pearson`, `r2` and so on: metrics of all rows; `gain`: the 95 % interval of Pearson's r
-      minus that of the rival in test.tsv, if there is one;
-    - `by_unseen`, `by_deletions`, `by_level`: the same for groups of rows;
-    - `targets`: the metrics of each target, if there are several;
-    - `rivals`: the metrics of predictions without the model, or `no_rivals`: the reason why
-      there are none.
+    - `pearson`, `r2` and so on: the metrics of all test rows;
+    - `gain`: if test.tsv has predictions of a rival, the 95 % interval of the difference between
+      the Pearson's r of the model and of the rival;
+    - `by_unseen`, `by_deletions`, `by_level`: the same metrics for groups of rows;
+    - `targets`: the metrics of each target, if there are several targets;
+    - `rivals`: the metrics of rivals, which predict the rows without the model. If they cannot be
+      computed, `no_rivals` is the reason.
 
-    `run` is a run folder. Raises `UserError` if the run has not finished, or was made with a
-    different version of the template.
+    `run` is a run folder. Raises `UserError` if the run does not have a test.tsv, or if a different
+    version of the template created it.
     """
     folder = Path(run)
     return metrics_of_run(folder, read_run(folder))
@@ -203,25 +219,27 @@ def analyse_run(run: str | Path) -> dict[str, Any]:
 def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
     """Returns the metrics of several runs' test predictions, for each run and for their ensemble.
 
-    Nothing is printed or written. An undefined metric is nan. The keys are
+    The function does not print or write anything. Undefined metrics are nan. The keys are
 
     - `options`: for each run folder, the options and hashes of code files that differ between runs;
     - `notes`: warnings about runs that are the same, or have scores in different units;
-    - `results`: the best step of each run, and its metrics in validation and test, best validation
-      metric first;
-    - `figures`: the metrics of each run, by folder; `mean` and `sd`: their mean and standard
-      deviation; `ensemble`: the metrics of the mean prediction;
-    - `best_two`: the two `runs` with the best first metric, the `difference` of this metric, and as
-      `gain` its 95 % interval over resampled test rows, which are the same for both runs;
-    - `rivals` or `no_rivals`: as in `analyse_run`, compared with the ensemble.
+    - `results`: the best step of each run, and its metrics in validation and test; the run with the
+      best validation metric is first;
+    - `figures`: the test metrics of each run, by folder;
+    - `mean` and `sd`: mean and standard deviation over the runs of these metrics;
+    - `ensemble`: the metrics of the mean prediction of the runs;
+    - `best_two`: the two `runs` with the best first metric, the `difference` in this metric, and
+      `gain`, the 95 % interval of the difference. Both runs are evaluated on the same resampled
+      test rows;
+    - `rivals` or `no_rivals`: as in `analyse_run`, with differences from the ensemble.
 
-    Runs with different test rows are folds. `folds` then lists the runs of each fold, by its first
-    run. `figures` are those of the folds, each with the mean prediction of its runs. `all_folds` is
-    the result of `analyse_run` for the rows of all folds together.
+    Runs with different test rows are folds of a cross-validation. `folds` is then {first run of the
+    fold: all its runs}. `figures` contains the metrics of each fold, for the mean prediction of its
+    runs. `all_folds` is the result of `analyse_run` for the rows of all folds.
 
-    `runs` are at least two folders. Raises `UserError` if a run has not finished, was made with a
-    different version of the template, is listed twice, or shares only some test rows with another
-    run.
+    `runs` are at least two folders. Raises `UserError` if a run does not have a test.tsv, was
+    created by a different version of the template, is listed twice, or shares some of its test rows
+    with another run, but not all.
     """
     folders = []
     if not isinstance(runs, str | Path):
@@ -235,20 +253,21 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def metrics_of_run(folder: Path, rows: Results) -> dict[str, Any]:
-    """Returns the result of `analyse_run`, given the rows of the run's test.tsv."""
+    """Returns the result of `analyse_run`, given the rows of test.tsv in the run folder."""
     config = config_of(folder)
     analysis = metrics_by_group(rows, config.optim.loss)
     return analysis | rivals_or_reason(rows, {str(folder): config})
 
 
 def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Results]:
-    """Returns the result of `compare`, and all test rows with the mean prediction of each fold.
+    """Returns the result of `compare`, and all test rows with the ensemble's predictions.
 
-    `members` are the rows of each run's test.tsv, by folder.
+    If the runs are folds, each row has the prediction of the ensemble of its fold. `members` are
+    the rows of each run's test.tsv, by folder.
     """
     configs = {name: config_of(Path(name)) for name in members}
     losses = {config.optim.loss for config in configs.values()}
-    loss = losses.pop() if len(losses) == 1 else "squared"  # its ensemble is the mean
+    loss = losses.pop() if len(losses) == 1 else "squared"  # whose ensemble predicts the mean
     folds = folds_of(members)  # {first run of a fold: all its runs}
     of_folds = {}
     for first, names in folds.items():
@@ -270,7 +289,10 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
 
 
 def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
-    """Returns the `options`, `notes` and `results` of `compare`, given each folder's options."""
+    """Returns the `options`, `notes` and `results` of `compare`.
+
+    `configs` is {run folder: its configuration}.
+    """
     described = {name: config.options() for name, config in configs.items()}
     notes = []
     checkpoints = []
@@ -290,11 +312,11 @@ def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
 
 
 def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any]:
-    """Returns the metrics of `rivals`, or as `no_rivals` the reason why they are not known.
+    """Returns the metrics of all rivals as `rivals`, or the reason for not knowing as `no_rivals`.
 
-    `configs` has the folder of one run of each fold. Rivals are fitted in each fold; if a rival
-    cannot be fitted in a fold, the sum of effects replaces it there. They predict the test rows of
-    the tables, which must be the rows of test.tsv in the same order.
+    `configs` contains the folder and configuration of one run of each fold. Rivals are fitted in
+    each fold. If a rival cannot be fitted in a fold, the sum of effects replaces it there. Rivals
+    predict the test rows of the tables, which must be the rows of test.tsv in the same order.
     """
     if not is_here("analyse_rivals"):
         return {"no_rivals": "this copy does not have analyse_rivals.py"}
@@ -303,7 +325,7 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
     of_folds = []  # for each fold, {rival: its predictions}
     genes = []
     for folder, config in configs.items():
-        loss = config.optim.loss  # the same in all folds, or at least for the same kind of scores
+        loss = config.optim.loss  # in all folds, losses are for the same kind of scores
         try:
             tables = tables_of(config.data, Path(folder))
         except UserError as error:
@@ -321,7 +343,7 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
 
 # ---- Files ---------------------------------------------------------------------------------------
 def read_run(folder: Path) -> Results:
-    """Returns the rows of a run's test.tsv; raises `UserError`, also for an unfinished run."""
+    """Returns the rows of a run's test.tsv; raises `UserError` if it cannot be read."""
     file = folder / "test.tsv"
     state = read_status(folder).get("state", "finished")
     if state != "finished" and not os.path.exists(file):
@@ -333,10 +355,11 @@ def read_run(folder: Path) -> Results:
 
 
 def read_runs(folders: list[Path]) -> dict[str, Results]:
-    """Returns the rows of each run's test.tsv by folder; raises `UserError`.
+    """Returns the rows of each run's test.tsv, by folder.
 
-    If the runs have different losses, only the predictions of the score are kept. It is an error if
-    only some losses are for scores of 0 and 1, or if a run is listed twice.
+    If the runs have different losses, only the predictions of the scores are kept, without further
+    predictions such as an `sd`. Raises `UserError` if only some of the losses are for binary
+    scores, or if a run is listed twice.
     """
     places = set()
     for folder in folders:
@@ -348,7 +371,8 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
     if len({LOSSES[loss].is_binary for loss in losses}) > 1:
         of_each = [f"{folder} has optim.loss={loss}" for loss, folder in losses.items()]
         raise UserError(
-            f"{', '.join(of_each)}: runs with binary scores cannot be compared with others"
+            f"{', '.join(of_each)}: binary scores cannot be compared with other scores: "
+            "list runs of one kind"
         )
     if len(losses) > 1:
         for folder, rows in members.items():
@@ -357,12 +381,12 @@ def read_runs(folders: list[Path]) -> dict[str, Results]:
 
 
 def config_of(folder: Path) -> Config:
-    """Returns the configuration of a run; raises `UserError`."""
+    """Returns the configuration of a run; raises `UserError` if it cannot be read."""
     try:
         return load_config([folder / "config.yaml"])
     except UserError as error:
         raise UserError(
-            f"{error}; {folder} was created by another version of the template: "
+            f"{error}. If a different version of the template created {folder}, "
             "analyse it with that version, or train it again"
         ) from None
 
@@ -377,10 +401,13 @@ def tables_of(config: data.DataConfig, folder: Path) -> Tables:
 
 # ---- Text ----------------------------------------------------------------------------------------
 def columns_beside(rivals: Collection[str]) -> dict[str, str]:
-    """Returns {name: title} of all columns; those of rivals follow the model's."""
-    titles = {"n": "rows", "rows": "all rows", "pearson": "Pearson"}
+    """Returns the titles of all columns of a table of metrics, {name: title}, in their order.
+
+    The columns of rivals follow the model's column of the same metric.
+    """
+    titles = {"n": "rows", "rows": "incl. unscored rows", "pearson": "Pearson"}
     for rival in rivals:
-        titles[f"{rival}_pearson"] = rival
+        titles[f"{rival}_pearson"] = f"{rival} Pearson"
     titles["gain"] = DIFFERENCE
     for metric in with_pearson():
         if metric != "pearson":
@@ -388,30 +415,35 @@ def columns_beside(rivals: Collection[str]) -> dict[str, str]:
             for rival in rivals:
                 titles[f"{rival}_{metric}"] = f"{rival} {titles[metric]}"
             titles[name_of_gain(metric)] = f"{titles[metric]} {DIFFERENCE}"
-    titles["row_pearson"] = "row Pearson"
+    titles["row_pearson"] = "Pearson within rows"
     for rival in rivals:
-        titles[f"{rival}_row_pearson"] = f"row {rival}"
+        titles[f"{rival}_row_pearson"] = f"{rival} Pearson within rows"
     return titles | TITLES
 
 
 def lines_of_run(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of a run and of its rivals, as lines."""
+    """Returns lines with the metrics of a run and of its rivals."""
     lines = table(analysis, rivals)
     if rivals or "rivals" in analysis:
         lines.append(
-            f"95 % intervals from {analysis['resamples']:,} bootstrap samples of clusters: "
-            f"{analysis['sets_drawn']:,} sets of genes and {analysis['genes_drawn']:,} unseen genes"
+            f"95 % CI from {analysis['resamples']:,} bootstrap samples of clusters of rows: "
+            f"{counted(analysis['sets_drawn'], 'set of genes', 'sets of genes')} and "
+            f"{counted(analysis['genes_drawn'], 'unseen gene')}"
         )
     return lines + lines_of_rivals(analysis, rivals)
 
 
 def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of several runs or folds, and of all together, as lines."""
+    """Returns lines with the metrics of several runs, and then of their ensemble and its rivals.
+
+    If the runs are folds, the lines contain the metrics of each fold, and then of the rows of all
+    folds.
+    """
     rows = [*analysis["figures"].items()]
     rows += [("mean", analysis["mean"]), ("standard deviation", analysis["sd"])]
     if "folds" in analysis:
         lines = text_table(rows, columns_beside(rivals))
-        return [*lines, "", "all folds together:", *lines_of_run(analysis["all_folds"], rivals)]
+        return [*lines, "", "rows of all folds:", *lines_of_run(analysis["all_folds"], rivals)]
     rows.append(("ensemble", analysis["ensemble"]))
     lines = text_table(rows, columns_beside(rivals))
     best_two = analysis["best_two"]
@@ -420,40 +452,41 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
     interval = cell(best_two["gain"])
     metric = columns_beside(rivals)[first_metric(analysis["ensemble"])]
     lines.append(
-        f"best two runs, {best} minus {second}: {metric} {difference}, 95 % interval {interval}"
+        f"best two runs: {metric} of {best} minus {second} is {difference}, "
+        f"95 % interval {interval}"
     )
     return lines + lines_of_rivals(analysis, rivals)
 
 
 def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns the metrics of the rivals as lines, or a line with the reason why there are none."""
+    """Returns lines with the metrics of the rivals, or with the reason for not knowing them."""
     if "no_rivals" in analysis:
         reason = analysis["no_rivals"]
         return [f"no comparison with predictions that do not use the model: {reason}"]
     lines = [] if rivals else [NO_RIVAL]
-    return [*lines, "", *table_of_rivals(analysis["rivals"])]
+    return [*lines, "", RIVALS, *table_of_rivals(analysis["rivals"])]
 
 
 def table(analysis: dict, rivals: Collection[str]) -> list[str]:
-    """Returns a table of metrics as lines: all rows, each smaller group, and the first targets."""
-    rows = [("all", analysis)]
-    for name in ("unseen", "deletions"):
+    """Returns the lines of a table of metrics: all rows, smaller groups, and the first targets."""
+    rows = [("all rows", analysis)]
+    for name, noun in (("unseen", "unseen gene"), ("deletions", "perturbed gene")):
         for k, group in analysis[f"by_{name}"].items():
-            or_more = "+" if k == str(MOST) else ""
+            title = f"{k}+ {noun}s" if k == str(MOST) else counted(int(k), noun)
             if 0 < group["cells"] < analysis["cells"]:
-                rows.append((f"{name} {k}{or_more}", group))
+                rows.append((title, group))
     for level, group in analysis["by_level"].items():
         rows.append((f"level {level}", group))
     targets = analysis.get("targets", {})
     rows += list(targets.items())[:SHOWN]
     text = text_table(rows, columns_beside(rivals))
     if len(targets) > SHOWN:
-        text.append(f"and {len(targets) - SHOWN:,} more scores, see test.json")
+        text.append(f"and {counted(len(targets) - SHOWN, 'more score')}: see test.json")
     return text
 
 
 def table_of_options(analysis: dict) -> list[str]:
-    """Returns a table of runs as lines: options and code that differ between them, and results."""
+    """Returns the lines of a table of runs: options and code files that differ, and `best_step`."""
     rows = []
     for run, results in analysis["results"].items():
         options = {key: str(value) for key, value in analysis["options"][run].items()}
@@ -463,10 +496,10 @@ def table_of_options(analysis: dict) -> list[str]:
 
 
 def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
-    """Returns a table of `metrics_of_rivals` as lines, and a sentence about the strongest rival.
+    """Returns the lines of a table of `metrics_of_rivals`, and a line about the strongest rival.
 
-    An end of the interval that is printed as 0 counts as 0, because equal predictions differ by the
-    rounding of their files.
+    An end of the interval that is printed as 0.0000 counts as 0: the predictions in test.tsv are
+    rounded, so equal predictions can differ slightly.
     """
     strongest = next(iter(rivals))
     of_strongest = rivals[strongest]
@@ -483,10 +516,10 @@ def table_of_rivals(rivals: dict[str, dict]) -> list[str]:
 
 
 def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str]:
-    """Returns the lines of a table: a header, and the cells of each row.
+    """Returns the lines of a table: a header, and one line for each row.
 
-    A row is a label and {name: cell}. `titles` maps the names to titles of columns; columns without
-    cells are left out.
+    A row is a label and {name of a column: cell}. `titles` is {name: title} of the columns, in
+    their order. Columns without cells are left out.
     """
     names = [name for name in titles if any(name in cells for _, cells in rows)]
     texts = [["", *(titles[name] for name in names)]]
@@ -501,7 +534,7 @@ def text_table(rows: list[tuple[str, dict]], titles: dict[str, str]) -> list[str
 
 
 def cell(value: object) -> str:
-    """Returns the text of a cell: a text, an interval or a number; "-" if it is undefined."""
+    """Returns the text of a cell, which is a text, an interval or a number; "-" if undefined."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

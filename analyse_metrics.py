@@ -18,19 +18,21 @@ from analyse_results import Results, are_equal_in_files
 from losses import LOSSES
 from metrics import apply, first_metric, outputs_of
 
-PROFILE = 20  # with more targets than this, a row is a profile
-# Largest number of deletions or unseen genes with its own group; rows with more belong to this
-# group.
+PROFILE = 20  # if there are more targets than this, a row is a profile
+# The last group of rows by number of deletions or of unseen genes: rows with this number or more.
 MOST = 3
-LEVELS = 12  # largest number of levels that are shown as groups
-CELLS = 10**8  # rows * targets * resamples of an interval, which then takes about half a minute
+LEVELS = 12  # if there are more levels than this, rows are not grouped by level
+# Largest rows * targets * resamples of an interval. It then takes about half a minute.
+CELLS = 10**8
 
 
 def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
     """Returns the metrics of all rows, of groups of rows, and of each target if there are several.
 
-    Those of rows are `metrics_of_rows`. The groups are by number of unseen genes, by number of
-    deletions, and by level if there are 2 to 12 levels.
+    The metrics of all rows and of groups are the result of `metrics_of_rows`, the metrics of a
+    target the result of `target_metrics`. Rows are grouped by the number of unseen genes, by the
+    number of deletions (all perturbed genes, at any level), and by level if there are 2 to 12
+    levels.
     """
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
@@ -42,7 +44,7 @@ def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
     grouped["genes_drawn"] = num_drawn["gene"]
 
     def of_group(is_in_group: Tensor) -> dict:
-        """Returns the metrics of a group of scores, bool [n, T], or of complete rows, [n, 1]."""
+        """Returns the metrics of a group: scores, bool [n, T], or complete rows, bool [n, 1]."""
         cluster_of_group = cluster[is_in_group.any(dim=1)]
         return metrics_of_rows(rows.select(is_in_group), cluster_of_group, loss, resamples)
 
@@ -69,11 +71,12 @@ def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
 
 
 def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -> dict:
-    """Returns the number of rows, and the means of `target_metrics` over targets.
+    """Returns the metrics of rows by name: means over targets of `target_metrics`, and counts.
 
-    If rows have a rival, it adds the `gains` over the first one; they are computed by drawing rows
-    of the same `cluster`, long [n, 2], together. `n` is the number of rows with a score. If rows
-    are profiles, it adds `profile_metrics`.
+    `n` is the number of rows with a score, `cells` is the number of scores. `rows` is the number of
+    all rows, and exists only if some rows do not have a score. If `rows` has rivals, the result
+    includes the `gains` over the first rival, from `resamples` resamples of the clusters,
+    `cluster` [n, 2]. If rows are profiles, the result includes `profile_metrics`.
     """
     y = rows.y
     means = nanmeans(target_metrics(rows, loss))
@@ -91,10 +94,11 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
 
 
 def gains(rows: Results, others: dict[str, Tensor], cluster: Tensor, resamples: int) -> dict:
-    """Returns the 95 % intervals of metrics minus those of other predictions, by `name_of_gain`.
+    """Returns 95 % intervals of the difference in each metric between predictions and others.
 
-    `others` are predictions [n, T] by name. The metrics are those of `with_pearson` for which there
-    are all predictions.
+    `others` are the other predictions by name, [n, T] each; their metric is subtracted. The
+    intervals are by `name_of_gain`. The metrics are `with_pearson`, except for metrics that need
+    predictions that `others` does not contain. Rows are drawn as in `resampled_pearson`.
     """
     intervals = {}
     for name, metric in with_pearson().items():
@@ -113,7 +117,7 @@ def gains(rows: Results, others: dict[str, Tensor], cluster: Tensor, resamples: 
 
 
 def with_pearson() -> dict[str, Callable[..., Tensor]]:
-    """Returns the metrics that are reported with the rivals': Pearson's r and `metrics.METRICS`."""
+    """Returns the metrics that rivals have, too: Pearson's r and all of `metrics.METRICS`."""
     return {"pearson": metrics.pearson} | metrics.METRICS
 
 
@@ -123,15 +127,16 @@ def name_of_gain(metric: str) -> str:
 
 
 def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the mean of each metric's values that are not nan, such as one value per target."""
+    """Returns the mean of each metric over its values that are not nan."""
     return {name: metric.nanmean().item() for name, metric in each.items()}
 
 
 def profile_metrics(rows: Results) -> dict[str, float]:
-    """Returns the means over rows of Pearson's r within a row, and of the largest scores' error.
+    """Returns the metrics of profiles: `row_pearson` and `mse_top20`.
 
-    This is the squared error of the `PROFILE` largest absolute scores of each row. Rows are not
-    weighted.
+    `row_pearson` is the mean over rows of Pearson's r over the targets of a row. The same metric of
+    each rival is `<rival>_row_pearson`. `mse_top20` is the mean squared error of the `PROFILE`
+    scores of each row with the largest absolute values. Rows are not weighted.
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
@@ -145,10 +150,14 @@ def profile_metrics(rows: Results) -> dict[str, float]:
 def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan if undefined.
 
-    Those of `with_pearson` include the rivals'. If rows have an `sd`, it adds the ceilings of R2
-    and of Pearson's r: the values of a perfect prediction, given the noise. If predictions have an
-    `sd`, it adds the shares of scores within 1 and 2 of them. For binary scores, it adds AUROC and
-    average precision for finding the rows with score 1 by high predictions, without weights.
+    The metrics of `with_pearson` are also computed for the rivals. Some metrics have a condition:
+
+    - If rows have an `sd`, the ceilings of R2 and of Pearson's r are the values that a perfect
+      prediction reaches, given the noise in the scores.
+    - If predictions have an `sd`, `within_1_sd` and `within_2_sd` are the shares of scores that are
+      at most 1 or 2 `sd` from the prediction.
+    - For binary scores, AUROC and average precision measure how well high predictions find the rows
+      with score 1. They are not weighted.
     """
     y = rows.y
     prediction = rows.prediction
@@ -179,7 +188,10 @@ def number_of_resamples(num_cells: int) -> int:
 
 # ---- Several runs --------------------------------------------------------------------------------
 def ensemble_of(members: list[Results], loss: str) -> Results:
-    """Returns the rows with the ensemble's predictions, which are combined as the loss defines."""
+    """Returns the rows with the predictions of an ensemble, combined by the method of the loss.
+
+    `members` are the same rows with the predictions of each member.
+    """
     of_members = {}
     for name in members[0].predictions:
         of_members[name] = torch.stack([rows.predictions[name] for rows in members])
@@ -190,7 +202,7 @@ def ensemble_of(members: list[Results], loss: str) -> Results:
 def metrics_of_each(members: dict[str, Results], loss: str) -> dict[str, dict]:
     """Returns the metrics of each member as `figures`, their `mean` and standard deviation `sd`.
 
-    The metrics of a member are the means of its `target_metrics`.
+    The metrics of a member are the means over targets of its `target_metrics`.
     """
     by_member = {}
     for name, rows in members.items():
@@ -205,7 +217,7 @@ def metrics_of_each(members: dict[str, Results], loss: str) -> dict[str, dict]:
 
 
 def metrics_of_all(rows: Results, loss: str) -> dict:
-    """Returns the `metrics_of_rows` of all rows."""
+    """Returns the result of `metrics_of_rows` for all rows."""
     resamples = number_of_resamples(rows.y.numel())
     return metrics_of_rows(rows, rows.cluster_numbers(), loss, resamples)
 
@@ -213,8 +225,7 @@ def metrics_of_all(rows: Results, loss: str) -> dict:
 def difference_of_best(members: dict[str, Results], loss: str) -> dict:
     """Returns the two `runs` with the best `first_metric`, and the `difference` of this metric.
 
-    `gain` is the 95 % interval of the difference. Rows are drawn as in `metrics_of_rows`, the same
-    rows for both runs.
+    `gain` is the 95 % interval of the difference. Both runs are evaluated on the same drawn rows.
     """
     figures = metrics_of_each(members, loss)["figures"]
     metric = first_metric(next(iter(figures.values())))
@@ -231,10 +242,12 @@ def difference_of_best(members: dict[str, Results], loss: str) -> dict:
 
 # ---- Without the model ---------------------------------------------------------------------------
 def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
-    """Returns the metrics of rivals, best first, given the prediction [n, T] of each by name.
+    """Returns the metrics of each rival, sorted by `first_metric`, best rival first.
 
-    They are sorted by `first_metric`. `gain` is the 95 % interval of the model's Pearson's r minus
-    theirs. If the first metric is not Pearson's r, its interval is added.
+    `predictions` are the predictions of the rivals by name, [n, T] each. The rivals in `rows` are
+    included; see `with_rivals`. `gain` is the 95 % interval of the Pearson's r of the model minus
+    the Pearson's r of the rival. If the first metric is not Pearson's r, the result also contains
+    the interval of the first metric.
     """
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
@@ -255,10 +268,10 @@ def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) 
 
 
 def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns predictions [n, T] by name, followed by those of the rivals in test.tsv.
+    """Returns `predictions` [n, T] by name, followed by the predictions of `rivals` in test.tsv.
 
-    If a prediction is the same as a rival of test.tsv, its name is prefixed with the rival's name
-    and a colon, and the rival is not added.
+    If a prediction equals the prediction of a rival in test.tsv, the rival is not added. Instead,
+    the prediction gets the name "<rival>: <name>".
     """
     for rival, of_rival in rivals.items():
         named = {}
@@ -276,8 +289,8 @@ def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> di
 def noise_ceiling(y: Tensor, sd: Tensor, weight: Tensor | float) -> Tensor:
     """Returns the largest R2 that noise in y allows, 1 - noise variance / variance of y, [T].
 
-    `sd` is the noise's standard deviation, [n, 1]. The ceiling is nan if y varies no more than the
-    noise.
+    `sd` is the standard deviation of the noise, [n, 1]. The ceiling is nan if the variance of y is
+    not larger than the variance of the noise.
     """
     noise = metrics.mean_present(sd.square().expand(y.shape), y, weight)
     _, std = metrics.mean_and_std(y, weight)
@@ -292,9 +305,10 @@ def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
 
 
 def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the AUROC, [T], for finding the `positive` rows, bool [n, T], by certainty [n, T].
+    """Returns the AUROC for finding the `positive` rows, bool [n, T], by their certainty: [T].
 
-    Rows with certainty nan are ignored. The AUROC is nan without two classes.
+    `certainty` [n, T] is larger if a row is more likely to be positive. Rows with certainty nan are
+    ignored. The AUROC is nan if all rows are positive, or if no row is.
     """
     ranks = metrics.rank(certainty)
     num_positive = positive.sum(dim=0)
@@ -305,7 +319,7 @@ def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
 
 
 def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the average precision for finding the `positive` rows as in `auroc`, [T]."""
+    """Returns the average precision, [T], for the same arguments as `auroc`."""
     num_positive = at_least_as_certain(certainty, positive)
     num_rows = at_least_as_certain(certainty, ~certainty.isnan())
     precision = num_positive / num_rows
@@ -313,7 +327,10 @@ def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
 
 
 def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
-    """Returns how many `counted` rows, bool [n, T], are at least as certain as each row, [n, T]."""
+    """Returns the number of rows in `counted` that are at least as certain as each row, [n, T].
+
+    `counted` is a mask of the rows that count, bool [n, T].
+    """
     doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
     ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
     return torch.searchsorted(ordered, doubt, right=True).T
@@ -329,12 +346,17 @@ def resampled_pearson(
 ) -> Tensor:
     """Returns the mean over targets of Pearson's r in each resample of the rows, [R].
 
-    Rows have a weight, [n, 1], as in `pearson`.
+    A resample consists of C clusters, drawn with replacement from all C clusters, with all their
+    rows. If a row is in two clusters, it is counted as often as the product of the two counts (the
+    pigeonhole bootstrap, Owen 2007). Each call draws the same clusters, so that two predictions can
+    be compared in each resample.
 
-    A resample draws C of the C clusters with replacement, and all rows of each. `cluster` has the
-    numbers of each row's clusters, long [n, 2], -1 if it has only one. A row in two clusters is
-    drawn as often as the product of their counts (the pigeonhole bootstrap, Owen 2007). Each call
-    draws the same clusters, so that two predictions can be compared in pairs.
+    Args:
+        y: the scores, [n, T].
+        prediction: their predictions, [n, T].
+        cluster: the numbers of each row's clusters, long [n, 2], -1 instead of a second cluster.
+        resamples: the number of resamples.
+        weight: the weight of each row, [n, 1].
     """
     present = ~y.isnan()
     a = metrics.standardise(y, weight).nan_to_num()
@@ -347,7 +369,7 @@ def resampled_pearson(
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
     r = (mean_ab - mean_a * mean_b) / (variance_a * variance_b).sqrt()
-    # As in `pearson`. Values that only differ by rounding errors are constant.
+    # As in `metrics.pearson`, values that differ only by rounding errors are constant.
     r = r.where(variance_b > 1e-12, 0.0).where(variance_a > 1e-12, math.nan)
     return r.nanmean(dim=1)
 
@@ -361,8 +383,9 @@ def resampled(
 ) -> Tensor:
     """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
 
-    The resamples are those of `resampled_pearson`. The weight of a row is multiplied by how often
-    it is drawn. The mean is nan if all rows have the same clusters, because no others can be drawn.
+    Rows are drawn as in `resampled_pearson`. The weight of a row is multiplied by the number of
+    times that it is drawn. If all rows are in the same clusters, all resamples would be equal, and
+    the result is nan.
     """
     if metric is metrics.pearson:
         prediction = predictions["prediction"]
@@ -380,7 +403,7 @@ def resampled(
 def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
     """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
 
-    It is nan if all rows have the same clusters, because no others can be drawn.
+    If all rows are in the same clusters, all resamples would be equal, and the result is nan.
     """
     pairs, pair, num_clusters = pairs_of_clusters(cluster)
     if len(pairs) < 2:
@@ -391,9 +414,10 @@ def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
 
 
 def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns the distinct pairs of clusters, long [pairs, 2], the pair of each row, [n], and C.
+    """Returns the distinct pairs of clusters, the pair of each row, and the number of clusters C.
 
-    Clusters are renumbered from 0 to C - 1. C replaces a missing second cluster.
+    The pairs are long [pairs, 2], with clusters renumbered from 0 to C - 1. C replaces a missing
+    second cluster. The pair of each row is an index into them, long [n].
     """
     clusters = cluster[cluster >= 0].unique()
     number = torch.searchsorted(clusters, cluster).where(cluster >= 0, len(clusters))
@@ -402,7 +426,7 @@ def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Tensor]:
-    """Yields how often each pair of clusters is drawn in 32 resamples, float64 [32, pairs]."""
+    """Yields how often each pair of clusters is drawn, float64 [32, pairs] for 32 resamples."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, resamples, 32):
         counts = []
@@ -418,9 +442,9 @@ def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Te
 def centred(values: Tensor, estimate: float | Tensor) -> Tensor:
     """Returns a resampled metric [R, ...], shifted so that its mean is the estimate.
 
-    In profiles, a target's signal may come from a single row. A third of the resamples do not have
-    this row, and therefore lack the signal. Their Pearson's r is lower than that of all rows, often
-    by more than its variation.
+    Without this, an interval may not contain the estimate. In profiles, the signal of a target may
+    come from a single row, and more than a third of the resamples do not contain this row. In these
+    resamples, Pearson's r is lower than over all rows, often by more than its variation.
     """
     return values - values.nanmean(dim=0) + estimate
 

@@ -1,4 +1,7 @@
-"""Reads the results of runs: rows of test.tsv, their clusters, folds, options and best steps.
+"""Reads the results of runs: test.tsv, and the options and best steps of several runs.
+
+Also groups the rows of test.tsv into bootstrap clusters, and runs into the folds of a
+cross-validation.
 
 Shapes: n rows of T targets.
 """
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import UserError, reason_of
+from errors import UserError, counted, reason_of
 from metrics import first_metric, names_in, quality
 from run_results import OUTPUT
 
@@ -23,17 +26,17 @@ from run_results import OUTPUT
 class Results:
     """The content of a test.tsv."""
 
-    genes: list[str]  # the genes of each row, separated by commas
+    genes: list[str]  # perturbed genes of each row, separated by commas
     unseen: Tensor  # long [n, T], number of genes that no training row with the score perturbs
-    # For each row, its genes that are unseen for at least one of its scores.
+    # genes of each row that are unseen for at least one of its scores, separated by commas
     unseen_genes: list[str]
     targets: list[str]  # name of each of the T targets
     y: Tensor  # float64 [n, T], nan if a score is missing
-    # `prediction` and the loss's further predictions, float64 [n, T]
+    # `prediction` and further predictions of the loss, such as `sd`, float64 [n, T] each
     predictions: dict[str, Tensor]
     rivals: dict[str, Tensor]  # predictions of rivals by name, float64 [n, T] each
-    weight: Tensor | None = None  # float64 [n], weight of each row; None: all are 1
-    # float64 [n], standard deviation of each row's scores; the weight is then 1 / sd**2
+    weight: Tensor | None = None  # float64 [n], weight of each row; None: all weights are 1
+    # float64 [n], standard deviation of the noise in each row's scores; the weight is 1 / sd**2
     sd: Tensor | None = None
 
     def __post_init__(self):
@@ -59,9 +62,9 @@ class Results:
         )
 
     def levels(self) -> list[str]:
-        """Returns the level of each row's genes as a text, such as "0.3".
+        """Returns the level of the genes of each row as a text, such as "0.3".
 
-        It is "" if a row has no genes, or genes at different levels.
+        The text is "" for a row without genes, and for a row with genes at different levels.
         """
         levels = []
         for names in self.genes:
@@ -74,12 +77,13 @@ class Results:
         return torch.tensor([names.count(",") + 1 if names else 0 for names in self.genes])
 
     def clusters(self) -> list[list[tuple[str, str]]]:
-        """Returns the one or two bootstrap clusters of each row, each as (kind, name).
+        """Returns the one or two bootstrap clusters of each row. A cluster is (kind, name).
 
-        A row is in the cluster of each of its unseen genes, ("gene", name). If it has none, it is
-        in the cluster of its set of genes at any levels, ("set", names). The errors of rows in a
-        cluster are correlated. If a row has more than two unseen genes, the two with the most rows
-        are used.
+        The rows of a cluster are drawn together, because their errors are correlated. A row is in
+        the cluster of each of its unseen genes, ("gene", name). If it has more than two unseen
+        genes, the two genes that are unseen in the most rows are used. If it does not have unseen
+        genes, it is in the cluster of all rows with the same set of genes at any levels, ("set",
+        names).
         """
         unseen_genes = [names.split(",") for names in self.unseen_genes]
         num_rows = Counter(chain.from_iterable(unseen_genes))
@@ -94,9 +98,10 @@ class Results:
         return clusters
 
     def cluster_numbers(self) -> Tensor:
-        """Returns the numbers of each row's clusters, long [n, 2], -1 if there is no second one.
+        """Returns the numbers of each row's clusters, long [n, 2].
 
-        Clusters are numbered in the order of their first rows.
+        The second number is -1 if the row is in one cluster. Clusters are numbered in the order of
+        their first rows.
         """
         number = {}
         rows = []
@@ -106,7 +111,7 @@ class Results:
         return torch.tensor(rows)
 
     def columns(self) -> tuple:
-        """Returns the names of all score columns, and whether there are a weight and an `sd`."""
+        """Returns the names of targets, predictions and rivals, and whether weight and sd exist."""
         names = [tuple(names) for names in (self.targets, self.predictions, self.rivals)]
         return *names, self.weight is not None, self.sd is not None
 
@@ -115,7 +120,7 @@ class Results:
         return self.predictions["prediction"]
 
     def row_keys(self) -> list[tuple[str, bytes, str]]:
-        """Returns the genes, scores and unseen genes of each row, which identify it."""
+        """Returns a key for each row: its genes, scores and unseen genes."""
         scores = [of_row.tobytes() for of_row in self.y.numpy()]
         return list(zip(self.genes, scores, self.unseen_genes, strict=True))
 
@@ -125,8 +130,8 @@ class Results:
         return 1.0 if self.weight is None else self.weight.unsqueeze(1)
 
     def counts(self) -> str:
-        """Returns a text with the numbers of rows and scores, and whether rows are weighted."""
-        text = f"rows {len(self.y):,}, scores {len(self.targets):,}"
+        """Returns a text with the numbers of rows and targets, and whether rows are weighted."""
+        text = f"{counted(len(self.y), 'test row')}, {counted(len(self.targets), 'score')}"
         return text if self.weight is None else f"{text}; rows are weighted"
 
 
@@ -152,19 +157,19 @@ def read_results(path: Path) -> Results:
                 line_number += 1
                 cells = line.rstrip("\n").split("\t")
                 if len(cells) != len(header):
-                    raise ValueError(f"{len(cells)} cells, but the header has {len(header)}")
+                    found = counted(len(cells), "cell")
+                    raise ValueError(f"the row has {found}, but the header has {len(header)}")
                 genes.append(cells[0])
                 counts = [int(count) for count in cells[1].split(",")]
                 if len(counts) not in (1, len(targets)):
-                    raise ValueError(
-                        f"{len(counts)} numbers of unseen genes for {len(targets)} scores"
-                    )
+                    scores = counted(len(targets), "score")
+                    raise ValueError(f"the column unseen has {len(counts)} numbers for {scores}")
                 unseen.append(torch.tensor(counts).expand(len(targets)))
                 unseen_genes.append(cells[2])
                 weights.extend(map(float, cells[3 : len(of_rows)]))
                 numbers.extend([float(cell or "nan") for cell in cells[len(of_rows) :]])
             if not genes:
-                raise ValueError("there are no rows")
+                raise ValueError("the file does not contain rows")
     except OSError as error:
         problem = f"cannot read {path}: {reason_of(error)}"
         raise UserError(f"{problem}: give the folder of a run that has finished") from None
@@ -190,9 +195,10 @@ def read_results(path: Path) -> Results:
 
 
 def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Returns the names of the columns of rows, of the targets, the predictions and the rivals.
+    """Returns the names in the header of a test.tsv, as four lists.
 
-    Raises `ValueError` if they are not those of `run_results.result_lines`.
+    They are the columns that describe rows, the targets, the predictions and the rivals. Raises
+    `ValueError` if `run_results.result_lines` does not write such a header.
     """
     of_rows = ["genes", "unseen", "unseen_genes"]
     if len(header) > 3 and header[3] in ("weight", "sd"):
@@ -207,25 +213,26 @@ def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str],
     expected = [target + suffix for target in targets for suffix in suffixes]
     if not targets or header != [*of_rows, *expected]:
         names = "genes, unseen, unseen_genes and the same columns for each score"
-        raise ValueError(f"the header is not {names}")
+        raise ValueError(f"the columns are not {names}")
     names = [suffix.removeprefix("_") for suffix in suffixes[1:]]
     predicted = [name.removeprefix(OUTPUT) for name in names if f"{name}_".startswith(OUTPUT)]
     return of_rows, targets, predicted, names[len(predicted) :]
 
 
 def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
-    """Returns the names of the members with the same test rows, by the name of the first one.
+    """Returns the folds of a cross-validation, {first member: all members with its test rows}.
 
-    Different folds have different rows. In a split by nodes, a row may be in the folds of two of
-    its nodes, but then different nodes are unseen in the two folds, or several nodes are. Raises
-    `UserError` if folds have other rows in common.
+    `members` are the rows of each run's test.tsv, by name. Different folds must have different
+    rows. The only exception is a row with several nodes in a split by nodes: it may be in the folds
+    of two of its nodes. Either different nodes of the row are unseen in the two folds, or several
+    nodes are. Raises `UserError` if folds have other rows in common.
     """
     by_rows = defaultdict(list)
     for name, rows in members.items():
         by_rows[rows.columns(), tuple(rows.row_keys())].append(name)
     folds = {names[0]: names for names in by_rows.values()}
-    tables = set()  # the columns of all members
-    num_folds = Counter()  # number of folds of each row
+    tables = set()  # the different columns of members
+    num_folds = Counter()  # number of folds with each row, for rows with at most one unseen gene
     for columns, keys in by_rows:
         tables.add(columns)
         num_folds.update({key for key in keys if "," not in key[2]})
@@ -239,10 +246,11 @@ def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:
 
 
 def together(folds: list[Results]) -> Results:
-    """Returns the rows of folds with the same `columns`, one fold after another.
+    """Returns the rows of all folds, concatenated. The folds have the same `columns`.
 
-    If several folds test a row, its unseen genes are those of all these folds, because its errors
-    are correlated.
+    If several folds test a row, the unseen genes of all these folds become its unseen genes. The
+    row is then in the same bootstrap clusters in all these folds, because its errors are
+    correlated.
     """
     joined = {}
     for name, values in vars(folds[0]).items():
@@ -272,9 +280,10 @@ def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
 
 # ---- Comparison of runs --------------------------------------------------------------------------
 def differing(described: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns {run: {key: value}} of the keys whose values differ between runs, except names.
+    """Returns {run: {key: value}} of the keys whose values differ between runs.
 
-    If a run does not have a key, its value is None, and does not count as different.
+    `run.name` and `run.dir` are left out. A run without a key gets the value None, which does not
+    count as a different value.
     """
     keys = []
     in_order = dict.fromkeys(chain.from_iterable(described.values()))
@@ -286,7 +295,10 @@ def differing(described: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the best step of a metrics.jsonl, and its metrics in validation and test."""
+    """Returns the best step of a run, and the metrics of this step in validation and test.
+
+    `rows` are the rows of the run's metrics.jsonl.
+    """
     test = next((row for row in reversed(rows) if row["kind"] == "test"), {})
     step = test.get("best_step")
     vals = [row for row in rows if row["kind"] == "val" and row.get("step") == step]
@@ -299,7 +311,10 @@ def best_step(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def best_first(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the `best_step` of runs, sorted by `metrics.quality` in validation, best first."""
+    """Returns the same results, sorted by `metrics.quality` in validation, best run first.
+
+    `results` contains the result of `best_step` for each run.
+    """
 
     def validated(name: str) -> tuple[float, float]:
         values = {"loss": math.nan}

@@ -1,8 +1,9 @@
-"""The rivals: predictions of the test rows without a model, each by a line or two of arithmetic.
+"""The rivals: simple predictions of the test rows without a model.
 
-If there are scores of single nodes, their sum, maximum, minimum or product predicts a set of these
-nodes. If there are scores of the sets without one node, they predict the set, too. A ridge
-regression on features of pairs of nodes in the graph adds to the baseline.
+A model should be better than these rivals, which only need a line or two of arithmetic. If single
+nodes have training scores, the sum, maximum, minimum or product of these scores predicts a set of
+nodes. The training scores of sets without one of the nodes predict the set in the same way. Another
+rival is the baseline plus a ridge regression on features of pairs of nodes in the graph.
 
 Shapes: n rows of T targets, `total` perturbed nodes in all rows, F features of pairs.
 """
@@ -27,17 +28,17 @@ from parts import is_here
 FEATURES = ("sum", "largest", "smallest", "product")
 WITH_NEIGHBOURS = "sum of effects, unseen: graph neighbours"
 PAIRS_BY_RIDGE = "pair features by ridge"
-LEAST_ROWS = 10  # smallest number of training rows that a line is fitted to
-# Penalties on the weights of standardised features.
+LEAST_ROWS = 10  # smallest number of training rows that a line or a ridge regression is fitted to
+# Candidate penalties on the weights of standardised features of pairs.
 PAIR_PENALTIES = (10000.0, 1000.0, 100.0, 10.0, 1.0)
 
 
 def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
     """Returns the rivals' predictions of the test rows, by name, float64 [test rows, T] each.
 
-    If no training row has only this node, its score is estimated as intercept plus effect. If no
-    training row has the node at all, its effect is estimated as the mean effect of its neighbours
-    in the graph.
+    Several rivals use the scores of single nodes. If no training row perturbs only a certain node,
+    the score of this node is estimated as intercept plus effect. If no training row perturbs the
+    node at all, its effect is estimated as the mean effect of nearby nodes in the graph.
     """
     test = tables.rows("test")
     weight = mean_one_weight(tables)
@@ -76,7 +77,7 @@ def rivals(tables: Tables, loss: str) -> dict[str, Tensor]:
 def are_mostly_measured(tables: Tables, means: Tensor, least_nodes: int) -> bool:
     """Returns whether more than half of the means [total, T] are not nan.
 
-    Only the perturbed nodes of test rows with at least `least_nodes` nodes count.
+    Only the means for perturbed nodes of test rows with at least `least_nodes` nodes count.
     """
     is_counted = tables.is_in("test") & (tables.perturbed_ptr.diff() >= least_nodes)
     counted = means[is_counted[tables.sample()]]
@@ -91,9 +92,10 @@ def fitted_lines(
     least_nodes: int,
     otherwise: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the predictions of a line fitted to each of the `FEATURES`, by name, [n, T].
+    """Returns the predictions of all rows from each of the `FEATURES`, by name, [n, T] each.
 
-    Rows with fewer than `least_nodes` nodes, or with a mean that is nan, get the predictions
+    A feature combines the `means` of the nodes of a row, [total, T], and a line is fitted to it.
+    Rows with fewer than `least_nodes` nodes, or with a mean that is nan, get the predictions in
     `otherwise`.
     """
     has_nodes = (tables.perturbed_ptr.diff() >= least_nodes).unsqueeze(1)
@@ -106,7 +108,10 @@ def fitted_lines(
 
 
 def node_terms(tables: Tables, additive: Baseline) -> Tensor:
-    """Returns the term of each perturbed node in the additive baseline, [total, T]."""
+    """Returns what each perturbed node adds to the prediction of the additive baseline, [total, T].
+
+    This is its response plus slope * (1 - level).
+    """
     dose = (doses(tables.level) @ additive.basis).unsqueeze(2)
     response = (dose * additive.effect[tables.perturbed]).sum(dim=1)
     change = (1 - tables.level).unsqueeze(1)
@@ -114,9 +119,10 @@ def node_terms(tables: Tables, additive: Baseline) -> Tensor:
 
 
 def measured_means(tables: Tables, weight: Tensor, set_code: Tensor, wanted: Tensor) -> Tensor:
-    """Returns the mean training score of the set with each wanted code [total], [total, T].
+    """Returns the weighted mean training score of each wanted set of nodes, [total, T].
 
-    It is nan if no training row with that score has the set. Weights are [n, T].
+    `wanted` are the codes of these sets, [total], `set_code` are the codes of all rows, [n], and
+    weights are [n, T]. The mean is nan if no training row with the score has the set.
     """
     is_train = tables.is_in("train")
     codes, number = set_code[is_train].unique(return_inverse=True)
@@ -130,10 +136,11 @@ def measured_means(tables: Tables, weight: Tensor, set_code: Tensor, wanted: Ten
 
 
 def features_of_sets(tables: Tables, means: Tensor, intact: Tensor) -> dict[str, Tensor]:
-    """Returns each row's sum, largest, smallest and product of its nodes' means [total, T].
+    """Returns the sum, largest, smallest and product of the means of each row's nodes, by name.
 
-    They are by name, [n, T] each, and nan if a mean is nan. Sums are of differences from the intact
-    score [T], products of ratios to it.
+    `means` are the means of all perturbed nodes, [total, T]. The features are [n, T] each, and nan
+    if one of the means is nan. `intact` [T] is the score of a row without perturbed nodes. The sum
+    adds the differences of the means from it, the product multiplies it by their ratios to it.
     """
     row = tables.sample()
     num_rows = len(tables.y)
@@ -148,15 +155,17 @@ def features_of_sets(tables: Tables, means: Tensor, intact: Tensor) -> dict[str,
         "product": intact * ratio,
     }
     for name, feature in features.items():
-        # A ratio to an intact score of 0 is meaningless, and no valid score is this large.
+        # If the intact score is 0 or nearly 0, the product is meaningless, infinite or huge. No
+        # valid score is this large.
         features[name] = feature.where(is_known & (feature.abs() < 1e30), math.nan)
     return features
 
 
 def fitted_line(tables: Tables, weight: Tensor, feature: Tensor) -> Tensor:
-    """Fits y = constant + slope * feature on the training rows; returns it for all rows, [n, T].
+    """Fits the line constant + slope * feature to the training rows; predicts all rows, [n, T].
 
-    The feature is [n, T]. A target with too few rows to fit a line gets the feature itself.
+    The feature is [n, T]. If a target has fewer than `LEAST_ROWS` rows for the fit, the feature is
+    the prediction.
     """
     is_fitted = tables.is_in("train").unsqueeze(1) & feature.isfinite() & (weight > 0)
     predictions = feature.clone()
@@ -172,11 +181,11 @@ def fitted_line(tables: Tables, weight: Tensor, feature: Tensor) -> Tensor:
 
 
 def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
-    """Returns the predictions of the baseline plus features of pairs, by name, as `rivals` does.
+    """Returns {name: predictions of the test rows, [test rows, T]} of a rival with pair features.
 
-    It returns {} for binary scores, if fewer than `LEAST_ROWS` training rows have pairs with
-    features, if the features of all rows do not fit in memory, and without the optional part
-    `model_pairs`.
+    The rival is the baseline plus a ridge regression on features of pairs. The result is {} in four
+    cases: scores are binary, fewer than `LEAST_ROWS` training rows have features that are not 0,
+    the features of all rows do not fit in memory, or the optional part `model_pairs` is missing.
     """
     if LOSSES[loss].is_binary or (tables.perturbed_ptr.diff() < 2).all():
         return {}
@@ -197,11 +206,11 @@ def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
 
 
 def pair_terms(tables: Tables, residual: Tensor, features: Tensor) -> Tensor:
-    """Returns a ridge regression of the residual [n, T] on features [n, F], [test rows, T].
+    """Returns predictions of the residual [n, T] from features [n, F]: [test rows, T].
 
-    Each target has its own regression, fitted to the training rows, which also standardise the
-    features. Its penalty, which does not apply to the constant, has the smallest squared error on
-    the validation rows.
+    For each target, a ridge regression is fitted to at most `model_pairs.MOST_ROWS` training rows.
+    The features are standardised over the same rows. The penalty does not apply to the constant.
+    The penalty with the smallest squared error on the validation rows is used.
     """
     from model_pairs import MOST_ROWS
 
@@ -210,7 +219,7 @@ def pair_terms(tables: Tables, residual: Tensor, features: Tensor) -> Tensor:
     mean, std = mean_and_std(features[train].double())
 
     def columns(rows: Tensor) -> Tensor:
-        """Returns 1 and the standardised features of some rows, [rows, 1 + F]."""
+        """Returns a column of ones and the standardised features of rows, [rows, 1 + F]."""
         return pad((features[rows].double() - mean) / std, (1, 0), value=1.0)
 
     val = tables.rows("val")

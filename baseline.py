@@ -1,7 +1,8 @@
-"""The baseline: a prediction from the perturbed nodes only, without the graph.
+"""The baseline: a prediction from the perturbed nodes of a row, without message passing.
 
-Training starts from it, and every metric is reported with the baseline's. It is fitted to the
-training rows, and the validation rows choose its penalty.
+Training starts from the baseline, and every metric of the model is reported next to the metric of
+the baseline. It is fitted to the training rows, and the validation rows choose its penalty. Only
+the effects of nodes that no training row identifies are imputed from the graph.
 
 Shapes: N nodes, n samples of T targets, B of them in a batch with P perturbed nodes, K effects of a
 node.
@@ -27,14 +28,18 @@ from mask import SharedGraph, doses, num_samples, sum_by_sample
 from metrics import effective_share
 from run_progress import progress_bar
 
-TARGETS_AT_ONCE = 64  # targets that are fitted at once, so that their numbers fit in the cache
-PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))  # penalties on the effects: 0.1 to 1000
-# Relative gain over the loss of a sum; below it, training from the sum gives better networks.
+TARGETS_AT_ONCE = 64  # targets that are fitted at once; more would not fit in the CPU's cache
+# The candidate penalties on the effects, from 0.1 to 1000.
+PENALTIES = tuple(10.0 ** (k / 2) for k in range(-2, 7))
+# A combination must reduce the loss of a sum by at least this share. If the reduction is smaller,
+# networks that start from the sum are as good or better.
 LEAST_GAIN = 0.1
-LEAST_ERRORS = 2.0  # a gain must be this many standard errors, because it is the best of many
-LEAST_VALIDATED = 20  # number of scores in validation; fewer estimate the error badly
-MOST_COMBINED = 2**21  # largest number of perturbed nodes times targets; their fit takes a minute
-FEWEST = 2**13  # fits of fewer perturbed nodes do not take less time
+# The reduction must also be this many standard errors, because a combination is the best of many.
+LEAST_ERRORS = 2.0
+LEAST_VALIDATED = 20  # fewest validation scores of a target for which a combination is tried
+# Largest number of perturbed nodes times targets for which combinations are tried: about a minute.
+MOST_COMBINED = 2**21
+FEWEST = 2**13  # a fit of fewer perturbed nodes takes as long as a fit of this number
 
 
 @dataclass
@@ -48,14 +53,14 @@ class Baseline:
     intercept: Tensor  # float64 [T]
     slope: Tensor  # float64 [T], factor of 1 - level, the same for all nodes
     effect: Tensor  # float32 [N, K, T]; imputed if no training row identifies it
-    imputed: Tensor  # float32 [N, K, T], the imputed effect of each node, whether identified or not
+    imputed: Tensor  # float32 [N, K, T], imputed effects of all nodes, also of identified ones
     weights: Tensor  # float64 [3, T], weights of the sum, the largest and the smallest response
     prediction: Tensor  # float64 [n, T], in the units of y
     basis: Tensor  # float64 [3, K], maps `mask.doses` to the doses of a node's effects
-    is_combined: bool = True  # whether weights other than those of a sum were tried
+    is_combined: bool = True  # whether combinations were allowed, and not only a sum
 
     def notes(self, task: Any) -> list[str]:
-        """Returns messages for the log about what was not tried or is not used."""
+        """Returns notes for the log, if only a sum was fitted or if training ignores the fit."""
         notes = []
         if not self.is_combined:
             notes.append("the table is large, so the baseline is a plain sum of effects")
@@ -67,17 +72,20 @@ class Baseline:
         return notes
 
     def in_basis(self, basis: Tensor) -> "Baseline":
-        """Returns the same baseline with the effects of a basis that distinguishes more of them."""
+        """Returns the same baseline with its effects expressed in a different basis, [3, K].
+
+        The given basis must distinguish all effects that the basis of this baseline distinguishes.
+        """
         if torch.equal(basis, self.basis):
             return self
-        # This works because the columns of a basis are orthogonal.
+        # Projecting on each column is sufficient, because the columns of a basis are orthogonal.
         change = (basis.T @ self.basis) / basis.square().sum(dim=0).unsqueeze(1)  # [K, own K]
         effect, imputed = ((change @ x.double()).float() for x in (self.effect, self.imputed))
         return replace(self, effect=effect, imputed=imputed, basis=basis)
 
 
 def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -> Baseline:
-    """Returns `fit_baseline` of these tables, cached by their fingerprint."""
+    """Returns the result of `fit_baseline`, cached by fingerprint of the tables, loss and code."""
     key = f"{fingerprint} {loss}"
     fields = cached_by_code(
         cache_dir, "baseline", fit_baseline, key, lambda: vars(fit_baseline(tables, loss))
@@ -86,18 +94,19 @@ def load_baseline(tables: Tables, fingerprint: str, cache_dir: str, loss: str) -
 
 
 def additive_baseline(tables: Tables, loss: str = "squared") -> Baseline:
-    """Returns the baseline that is a sum of responses, with the penalty that validates best."""
+    """Returns the best baseline among sums of responses; see `fit_baseline`."""
     return fit_baseline(tables, loss, is_combined=False)
 
 
 def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True) -> Baseline:
-    """Fits the baseline to the training rows; the validation rows choose among several fits.
+    """Returns the baseline, fitted to the training rows.
 
-    It is a ridge regression or, for the loss `binary`, a logistic regression. The validation rows
-    choose the penalty of each target. If `is_combined` is set and the tables are not too large,
-    they also choose between a sum of responses and a combination. For each target, a node has only
-    the effects that the target's own rows can distinguish. Therefore, targets with the same kinds
-    of levels are fitted together.
+    The fit is a ridge regression or, for the loss `binary`, a logistic regression. The validation
+    rows choose the penalty of each target. If `is_combined` is set and the tables are not too
+    large, they also choose between a sum of responses and a combination.
+    For each target, a node has only the effects that the target's own training rows can
+    distinguish. These depend on the kinds of levels in the rows. Targets whose rows have the same
+    kinds of levels are fitted together.
     """
     size = max(len(tables.perturbed), FEWEST) * tables.y.size(1)
     is_combined = is_combined and size <= MOST_COMBINED
@@ -118,7 +127,7 @@ def fit_baseline(tables: Tables, loss: str = "squared", is_combined: bool = True
 def kinds_of_levels(tables: Tables) -> Tensor:
     """Returns which kinds of levels the training rows of each target have, bool [T, 3].
 
-    The kinds are deletions, levels between 0 and 1, and levels above 1. They determine `basis_of`.
+    The kinds are deletions, levels between 0 and 1, and levels above 1. They decide `basis_of`.
     """
     level = tables.level
     is_of_kind = torch.stack([level == 0, (level > 0) & (level < 1), level > 1], dim=1).double()
@@ -128,7 +137,7 @@ def kinds_of_levels(tables: Tables) -> Tensor:
 
 
 def join_targets(baselines: list[Baseline], targets: Tensor) -> Baseline:
-    """Returns one baseline for all targets, given those of blocks of targets.
+    """Returns one baseline for all targets, given one baseline for each block of targets.
 
     `targets` are the numbers of the targets, in the order of the blocks, [T].
     """
@@ -140,7 +149,10 @@ def join_targets(baselines: list[Baseline], targets: Tensor) -> Baseline:
 
 
 def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> Baseline:
-    """Returns the `fit_baseline` of a few targets, given the basis of their doses, [3, K]."""
+    """Returns the baseline of a few targets, which `fit_baseline` joins.
+
+    `basis`, [3, K], maps `mask.doses` to the doses of a node's effects.
+    """
     weight = mean_one_weight(tables)
     criterion = LOSSES[loss]
     mean, std = criterion.origin_and_unit(*training_mean_and_std(tables))
@@ -177,10 +189,11 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
 
 
 def with_imputed(tables: Tables, node_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Imputes the effects in x [2 + NK, T] that no training row identifies.
+    """Imputes the effects in the coefficients x [2 + NK, T] that no training row identifies.
 
-    Returns x with imputed effects, and the imputed effects of all nodes, [N, KT]. Each of a node's
-    K effects is imputed separately.
+    Returns the coefficients with imputed effects, and the imputed effects of all nodes, [N, KT].
+    Each of the K effects of a node is imputed separately. `node_weight` is the result of
+    `mean_weight_of_nodes`, [N, KT].
     """
     line, effect = x.tensor_split([2])
     effect = effect.view(len(tables.genes), -1)
@@ -198,11 +211,12 @@ def combined_where_better(
     node_weight: Tensor,
     additive: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns x [2 + NK, T] and weights [3, T] of the combination where it is sufficiently better.
+    """Returns the coefficients x [2 + NK, T] and weights [3, T] of the better fit of each target.
 
-    For all other targets, they are those of the sum, `additive`. Both are compared on validation
-    rows with several nodes, with imputed effects and the weights [n, T]. Rows with one node do not
-    depend on how responses are combined.
+    The combination is used if it is sufficiently better than the sum, whose coefficients are
+    `additive`. Both fits predict the validation rows with several nodes, with imputed effects, and
+    their losses are weighted by `weight` [n, T]. Rows with one node cannot show how responses are
+    combined, so they are left out.
     """
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
     is_judge = tables.is_in("val") & (tables.perturbed_ptr.diff() > 1)
@@ -223,10 +237,11 @@ def combined_where_better(
 
 
 def gains_enough(targets: Targets, weight: Tensor, prediction: Tensor, combined: Tensor) -> Tensor:
-    """Returns whether the combined predictions of a target are sufficiently better, bool [T].
+    """Returns whether `combined` is sufficiently better than `prediction`, bool [T].
 
-    Both predictions are [n, T]. Over the rows with a weight, the combination must reduce the loss
-    by `LEAST_GAIN` of the other loss, and by `LEAST_ERRORS` standard errors of the gain.
+    Both are predictions, [n, T], of rows with a weight [n, T]. The weighted loss of `combined` must
+    be smaller by more than the share `LEAST_GAIN`, and the difference must be larger than
+    `LEAST_ERRORS` standard errors.
     """
     loss = targets.regression.loss
     losses = weight * loss(prediction, targets.y)
@@ -244,11 +259,12 @@ def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
     """Returns the `Doses` of all rows, and the mean sum of 1 - level in the training rows, []."""
     num_rows = len(tables.y)
     total = scatter(1 - tables.level, tables.sample(), dim_size=num_rows).unsqueeze(1)
-    # The mean of the training rows: if all of them have the same sum, no row identifies the slope.
+    # Sums are centred on the mean of the training rows. If all training rows have the same sum, no
+    # row identifies the slope. The centred sums are then 0, so that the fitted slope remains 0.
     mean_sum = total[tables.is_in("train")].mean()
     line = torch.cat([torch.ones_like(total), total - mean_sum], dim=1)
-    # In blocks, because the three doses of ten million nodes would take more memory than everything
-    # else.
+    # Doses are computed in blocks, because the three doses of ten million nodes would take more
+    # memory than everything else.
     dose = torch.cat([doses(level) @ basis for level in tables.level.split(ROWS_AT_ONCE)])
     return Doses(tables.perturbed, tables.perturbed_ptr, dose, line, len(tables.genes)), mean_sum
 
@@ -256,8 +272,8 @@ def doses_of(tables: Tables, basis: Tensor) -> tuple[Doses, Tensor]:
 def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor:
     """Returns the mean weight of the training scores that identify an effect, float64 [N, KT].
 
-    A score identifies the effects of its nodes whose dose is not 0. The mean is 0 if no score
-    identifies the effect.
+    A score identifies an effect of a node if the node's dose of this effect is not 0 in the row of
+    the score. The mean is 0 if no score identifies the effect.
     """
     is_train = tables.is_in("train")[tables.sample()]
     of_scores = weight[tables.sample()[is_train]].unsqueeze(1)
@@ -273,8 +289,9 @@ def mean_weight_of_nodes(tables: Tables, weight: Tensor, doses: Doses) -> Tensor
 def mean_squares(tables: Tables, doses: Doses) -> Tensor:
     """Returns the mean square of the non-zero doses of each target's training rows, float64 [K, T].
 
-    `basis_of` makes it 1 over the rows of all targets. Penalties are multiplied by it, as if it
-    were 1 for each target. A target's baseline then does not depend on rows without its score.
+    `basis_of` scales the doses so that this mean is 1 over the training rows of all targets
+    together. Penalties are multiplied by the mean of each target, as if the doses were scaled for
+    this target. A target's baseline then does not depend on rows without its score.
     """
     num_rows = len(tables.y)
     is_train = tables.is_in("train").unsqueeze(1)
@@ -292,11 +309,12 @@ def targets_of(
     squares: Tensor,
     whole: bool = False,
 ) -> tuple[Targets, Tensor]:
-    """Returns the `Targets` of the fits, and whether validation rows choose a target's, bool [T].
+    """Returns the `Targets` of the fits, and whether validation rows choose each fit, bool [T].
 
-    `weight` is [n, T], and `squares` are `mean_squares`, [K, T]. A validation row takes part if one
-    of its nodes or, with `whole`, all of its nodes are in a training row. For a target without such
-    rows, a third of its training rows chooses among fits to the others.
+    `weight` is [n, T], and `squares` is the result of `mean_squares`, [K, T]. A validation row is
+    used if at least one of its nodes or, with `whole`, all of its nodes occur in training rows with
+    the target's score. If a target does not have such a row, a third of its training rows chooses
+    among fits to the other two thirds. Validation rows without nodes are used with the others.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)
@@ -325,9 +343,11 @@ def targets_of(
 
 
 def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tensor) -> Tensor:
-    """Fits sums with each of the `PENALTIES`; returns the best, x [2 + NK, T].
+    """Returns the coefficients x [2 + NK, T] of the best sum of responses for each target.
 
-    The best fit of a target has the smallest loss on the validated scores.
+    A sum is fitted with each of the `PENALTIES`. The best sum has the smallest loss on the scores
+    with a weight in `targets.validated`. If these are training scores (`has_val`, bool [T], is
+    False), a sum with the same penalty is then fitted to all training scores.
     """
     y = targets.y
     to_fitted = targets.regression(design, y, targets.fitted, targets.std)
@@ -365,9 +385,10 @@ def third_of_sets(tables: Tables, is_chosen: Tensor) -> Tensor:
 
 
 def are_nodes_fitted(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
-    """Returns whether a fitted row has one of a row's nodes or, with `whole`, all, bool [n, T].
+    """Returns whether the nodes of each row occur in rows that are fitted, bool [n, T].
 
-    `is_fitted`, bool [n, T], marks the rows that each target is fitted to.
+    `is_fitted`, bool [n, T], marks the rows that each target is fitted to. With `whole`, all nodes
+    of a row must occur in them, otherwise at least one node. Rows without nodes are False.
     """
     sample = tables.sample()
     num_nodes = len(tables.genes)
@@ -378,12 +399,13 @@ def are_nodes_fitted(tables: Tables, is_fitted: Tensor, whole: bool) -> Tensor:
 
 
 def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tensor:
-    """Returns each node's imputed effect, a mean of seen nodes one and two hops away, [N, T].
+    """Returns the imputed effect of each node, [N, T]: the mean effect of seen nodes near it.
 
-    It does not use the node's own effect, and is shrunk towards the mean of all seen nodes. For
-    each target, the error on the seen nodes chooses the shrinkage and the edges: those of all
-    relations or of one relation. `node_weight` [N, T] weights the effects [N, T]; it is 0 for
-    unseen nodes.
+    Nodes are near if they are one or two hops away. The mean does not include the node's own
+    effect, and it is shrunk towards the mean effect of all seen nodes. The hops are along the edges
+    of all relations, or along the edges of one relation. For each target, the function uses the
+    edges and the shrinkage with the smallest error on the seen nodes. `node_weight` [N, T] contains
+    the weights of the effects [N, T] in the means. It is 0 for unseen nodes.
     """
     total_weight = node_weight.sum(0)
     mean = (node_weight * effect).sum(0) / total_weight.where(total_weight > 0, 1.0)
@@ -396,7 +418,7 @@ def impute_effects(tables: Tables, node_weight: Tensor, effect: Tensor) -> Tenso
         for shrinkage in PENALTIES:
             imputed = (effect_near + shrinkage * mean) / (weight_near + shrinkage)
             error = (node_weight * (imputed - effect).square()).sum(0)
-            # If no seen node is near another one, all errors are equal up to rounding.
+            # If no seen node is near another seen node, all errors are equal up to rounding.
             is_better = error < least * (1 - 1e-9)
             best = imputed.where(is_better, best)
             least = least.where(~is_better, error)
@@ -427,9 +449,9 @@ def sum_of_neighbours(edge_index: Tensor, edge_weight: Tensor, values: Tensor) -
 
 # ---- The term of the model -----------------------------------------------------------------------
 class BaselineReadout(nn.Module):
-    """The baseline as a part of the model, which training continues to change; see `Baseline`.
+    """The baseline as a module whose parameters are trained further; see `Baseline`.
 
-    Its parameters are the slope, the effects, and the weights of the sum, the largest and the
+    The parameters are the slope, the effects, and the weights of the sum, the largest and the
     smallest response. A node's response is the sum of its effects, each multiplied by its dose.
     """
 
@@ -440,13 +462,17 @@ class BaselineReadout(nn.Module):
         of_sum_alone = torch.tensor([1.0, 0.0, 0.0]).unsqueeze(1)
         self.weights = nn.Parameter(of_sum_alone.repeat(1, num_targets))
         self.register_buffer("intercept", torch.zeros(num_targets))
-        # Replaces the effects of hidden nodes.
+        # These effects replace the effects of hidden nodes.
         imputed = torch.zeros(num_nodes, num_effects, num_targets)
         self.register_buffer("imputed", imputed, persistent=False)
 
     @torch.no_grad()
     def start_from(self, baseline: Baseline, mean: Tensor, std: Tensor) -> None:
-        """Copies a baseline, minus the mean and in units of the standard deviation, [T] each."""
+        """Copies the parameters of a baseline.
+
+        The outputs of the module are then the baseline's predictions minus `mean`, divided by
+        `std`, [T] each.
+        """
         self.intercept.copy_((baseline.intercept - mean) / std)
         self.slope.copy_(baseline.slope / std)
         self.effect.copy_(baseline.effect / std)
@@ -457,7 +483,7 @@ class BaselineReadout(nn.Module):
         """Returns the baseline of each sample, [B, T], given the doses of perturbed nodes, [P, K].
 
         `is_shown`, bool [2, N], is False for hidden effects (row 0) and hidden slopes (row 1). A
-        hidden effect is replaced by the imputed one, and a hidden slope by 0.
+        hidden effect is replaced by the imputed effect, and a hidden slope by 0.
         """
         node = batch.perturbed
         shows_effect, shows_slope = is_shown.index_select(1, node).unsqueeze(2)
@@ -473,10 +499,10 @@ class BaselineReadout(nn.Module):
 
 
 def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
-    """Returns the largest and the smallest of the perturbed nodes' values [P, T] in each sample.
+    """Returns the largest and the smallest value of each sample's perturbed nodes, [B, T] each.
 
-    They are [B, T]. The largest is 0 if it would be negative, and the smallest if it would be
-    positive.
+    `values` are the values of the nodes, [P, T]. A largest value below 0 and a smallest value above
+    0 are replaced by 0.
     """
     both = torch.cat([values, -values], dim=1)
     sample = batch.perturbed_batch.unsqueeze(1).expand_as(both)
@@ -486,9 +512,10 @@ def extremes_by_sample(values: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
 
 
 class WithoutGraph(nn.Module):
-    """A term that is known without the graph, such as the baseline, in each target's first column.
+    """A term of the model that does not use the graph, such as the baseline.
 
-    `readout` maps `is_shown` of `model.Draws`, the doses and the batch to [B, T].
+    It is added to the first column of each target's outputs. `readout` maps `is_shown` of
+    `model.Draws`, the doses and the batch to the values of the term, [B, T].
     """
 
     def __init__(self, readout: nn.Module, num_columns: int):
@@ -497,10 +524,10 @@ class WithoutGraph(nn.Module):
         self.num_columns = num_columns
 
     def forward(self, graph: SharedGraph, wild: Any, dose: Tensor, batch: Data) -> Tensor:
-        """Returns the term, [B, T * C], given a `model.WildType`.
+        """Returns the term, [B, T * C], with 0 in all but the first of a target's C columns.
 
-        This module does not import `model`: otherwise, a cached fit would depend on the code of
-        `model`.
+        `wild` is a `model.WildType`. This file does not import `model`, because cached fits would
+        then depend on the code of `model`.
         """
         values = self.readout(wild.draws.is_shown, dose, batch)
         columns = nn.functional.pad(values.unsqueeze(2), (0, self.num_columns - 1))
@@ -508,13 +535,17 @@ class WithoutGraph(nn.Module):
 
 
 def baseline_term(task: Any) -> WithoutGraph:
-    """Returns the baseline's term for the model of a `KnockoutTask`, which starts from its fit."""
+    """Returns the term of the model that is the baseline, for a `KnockoutTask`.
+
+    Its parameters are copied from the task's baseline. If training starts from the mean, its output
+    is 0 at first.
+    """
     tables = task.tables
     readout = BaselineReadout(len(tables.genes), len(tables.targets), task.basis.size(1))
     if task.baseline is not None and not task.criterion.starts_from_mean:
         criterion = task.criterion.to("cpu")
         readout.start_from(task.baseline, criterion.mean, criterion.std)
     if task.config.model.readout == "nodes":
-        # Not trained: thousands of effects per node would learn noise.
+        # These parameters are not trained: thousands of effects per node would learn noise.
         readout.requires_grad_(False)
     return WithoutGraph(readout, len(task.criterion.columns))

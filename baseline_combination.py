@@ -1,7 +1,7 @@
 """The combination: a baseline from the sum, the largest and the smallest response of the nodes.
 
-It is suitable if, for example, growth is limited by the scarcest resource, or a grid fails at its
-most loaded line. The value of a sample is
+It is suitable for bottlenecks: for example, growth is limited by the scarcest resource, and a power
+grid fails at its most loaded line. The value of a sample is
 
     intercept + slope * sum of doses + u * sum of responses
         + v * max(0, largest response) + w * min(0, smallest response)
@@ -29,17 +29,18 @@ from baseline_ridge import Design, Doses, Ridge, Targets
 from run_progress import progress_bar
 
 SUM = (1.0, 0.0, 0.0)  # the weights u, v and w of a sum
-# The weights that fits start from. The result depends on the start.
+# The weights u, v and w that fits start from. The result of a fit depends on its start.
 STARTS = (SUM, (0.3, 1.0, 0.0), (0.3, 0.0, 1.0))
-# Penalties on the responses. Targets without noise need none, because the response of a node with a
-# score of its own is known.
+# Candidate penalties on the responses. The smallest penalty is for targets without noise: if a row
+# perturbs only one node, its score then determines the response of this node exactly.
 PENALTIES = (3.0, 0.3, 0.01, 0.0001)
-ROUNDS = (4, 9)  # rounds for each start and penalty, and then for the `MOST_SETTINGS` best of these
+# Every setting (a start and a penalty) has 4 rounds; the `MOST_SETTINGS` best have 9 more.
+ROUNDS = (4, 9)
 MOST_SETTINGS = 2
 STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)  # step sizes towards the responses that a round fits
-# The results of looser fits would depend on rounding.
+# With larger values of TOLERANCE and REDUCTION, results would depend on rounding errors.
 TOLERANCE = 1e-8  # tolerance of the responses in a round, in standard deviations of y
-REDUCTION = 1e-7  # factor of the distance from them after a step of a logistic regression
+REDUCTION = 1e-7  # a step of a logistic regression reduces the distance from the goal to this share
 EQUAL = 1e-7  # differences below this share of the largest response are rounding errors
 
 
@@ -53,10 +54,10 @@ class Combination:
 
     @cached_property
     def shares(self) -> Tensor:
-        """Each response's share in its sample's sum and extremes, float64 [3, total].
+        """The share of each response in the sum and the extremes of its sample, float64 [3, total].
 
-        The share in the sum (row 0) is 1. See `share_of_largest` for the shares in the largest (row
-        1) and in the smallest response (row 2).
+        Row 0 contains the shares in the sum, which are 1. Rows 1 and 2 contain the shares in the
+        largest and in the smallest response; see `share_of_largest`.
         """
         response = self.doses.responses(self.x)
         largest = share_of_largest(response, self.doses)
@@ -66,7 +67,7 @@ class Combination:
     def factor(self) -> Tensor:
         """Returns the coefficient of each perturbed node's response, float64 [total].
 
-        It is u + v * its share in the largest + w * its share in the smallest response.
+        The coefficient is u + v * share in the largest + w * share in the smallest response.
         """
         return self.weights @ self.shares
 
@@ -108,7 +109,10 @@ def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Makes torch use one thread: several would wait for each other longer than the fits take."""
+    """Makes torch use one thread in the context.
+
+    The operations of the fits are so small that several threads would mostly wait for each other.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -120,10 +124,12 @@ def one_thread() -> Iterator[None]:
 def combine(
     doses: Doses, design: Design, targets: Targets, additive: Tensor, is_tried: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fits combinations; returns x [2 + NK, T] and weights [3, T] of the best for each target.
+    """Returns the coefficients x [2 + NK, T] and weights [3, T] of each target's best combination.
 
-    The best has the smallest loss on the validated scores. Fits start from `additive`, the x
-    [2 + NK, T] of the sum of responses. Targets that are not in `is_tried`, bool [T], keep the sum.
+    The best combination has the smallest loss on the scores with a weight in `targets.validated`.
+    If no combination has a smaller loss than the sum of responses, the sum is returned. Fits start
+    from the coefficients of the sum, `additive` [2 + NK, T]. No combinations are tried for targets
+    that are False in `is_tried`, bool [T].
     """
     x = additive.clone()
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
@@ -142,10 +148,10 @@ def combine(
 def combine_target(
     doses: Doses, design: Design, target: Targets, additive: Tensor, bar: tqdm
 ) -> Combination | None:
-    """Returns the best combination for one target, None if the sum of responses is better.
+    """Returns the best combination for one target, or None if the sum of responses is better.
 
-    The bar counts the settings, pairs of a start and a penalty. The `MOST_SETTINGS` best of them
-    count twice.
+    Each pair of a start and a penalty is a setting. The bar advances after a setting's rounds, so
+    the `MOST_SETTINGS` best settings advance it twice.
     """
     loss = target.regression.loss
 
@@ -191,12 +197,15 @@ def rounds(
 ) -> Iterator[Combination]:
     """Yields the combination after each round, until a round does not reduce the objective.
 
-    A round fits the responses, given the weights u, v and w and the extreme responses, and then
-    fits the weights, given the responses. The extremes may change in the process. Therefore, a
-    round makes the largest of the `STEPS` towards the fitted responses that reduces the sum of
-    losses and penalty: rounds that increase it would amplify rounding errors until these decide the
-    result. The fits are to the scores of one target with `weight` [n, 1]. The first combination is
-    the sum with this penalty.
+    The combinations are fitted to the scores of one target, with `weight` [n, 1]. The first one is
+    the sum of responses, fitted with this penalty.
+
+    A round first fits the responses, for given weights u, v and w, and for given nodes with the
+    largest and smallest responses. It then fits the weights for given responses. Because other
+    nodes may have the largest and smallest responses after that, the result can be worse. A round
+    therefore makes the largest of the `STEPS` towards the fitted responses that reduces the
+    objective, the sum of losses and penalty. Rounds that increase the objective would amplify
+    rounding errors.
     """
     scaled_penalty = penalty * target.scale
 
@@ -229,15 +238,15 @@ def rounds(
 def refit_weights(state: Combination, target: Targets, weight: Tensor) -> Combination:
     """Returns the combination with intercept, slope, u, v and w refitted by least squares.
 
-    The weights u, v and w are never negative: differences of large weights would fit rows of two
-    nodes as well, but would not predict rows of other sizes. The responses are scaled so that
-    `u + (v + w) / 2` is 1.
+    The weights u, v and w are never negative. Differences of large weights would fit rows with two
+    nodes equally well, but would not predict rows with other numbers of nodes. Weights and
+    responses are scaled so that `u + (v + w) / 2` is 1.
     """
     features = state.features()
     prediction = features @ state.line_and_weights()
     residual, curvature = target.regression.linearise(prediction, target.y)
-    # Without the intercept: for large scores, the losses in `non_negative` would differ only by
-    # rounding errors.
+    # The fit is to the scores minus the intercept. Without this, rounding errors could decide in
+    # `non_negative`, because the losses of large scores are nearly equal.
     intercept = state.x[0]
     refitted = prediction - intercept + residual
     solution = non_negative(features, refitted, weight * curvature)
@@ -253,9 +262,10 @@ def refit_weights(state: Combination, target: Targets, weight: Tensor) -> Combin
 
 
 def non_negative(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Returns `least_squares` coefficients [F] that are not negative, except for the first two.
+    """Returns the `least_squares` coefficients [F], of which the last three must not be negative.
 
-    It tries all subsets of the last three features, and returns the best solution that is allowed.
+    The function solves the problem for all subsets of the last three features, and returns the best
+    solution without a negative coefficient among them.
     """
     subsets = product((0, 1), repeat=3)
     is_used = torch.tensor([(1, 1, *subset) for subset in subsets]).double()
@@ -270,8 +280,8 @@ def non_negative(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
 def least_squares(features: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Returns the weighted least-squares coefficients of the features, [F].
 
-    Features are [n, F], target and weight are [n, 1]. If there are several solutions, it returns
-    the one with the smallest norm, in units of the features.
+    `features` are [n, F], `target` and `weight` are [n, 1]. If there are several solutions, the
+    function returns the solution with the smallest norm, after scaling all features to norm 1.
     """
     return solve_small(*normal_equations(features, target, weight))
 
@@ -283,7 +293,10 @@ def normal_equations(features: Tensor, target: Tensor, weight: Tensor) -> tuple[
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
-    """Returns the minimum-norm solutions [..., F] of normal equations [..., F, F] and [..., F]."""
+    """Returns the minimum-norm solutions [..., F] of normal equations.
+
+    `matrix` is [..., F, F], and `right` is the right side, [..., F].
+    """
     size = matrix.diagonal(dim1=-2, dim2=-1).sqrt()  # norm of each feature
     size = size.where(size > 0, 1.0)
     scaled = matrix / size.unsqueeze(-1) / size.unsqueeze(-2)

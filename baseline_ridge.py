@@ -13,21 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-ROWS_AT_ONCE = 2**17  # rows of a block; their numbers for one target fit in the cache
+ROWS_AT_ONCE = 2**17  # rows of a block; their values for one target fit in the CPU's cache
 TOLERANCE = 1e-7  # tolerance of a fit, in standard deviations of y
 REWEIGHTED = 100  # a logistic regression ends at this multiple of the tolerance
-MOST_STEPS = 1000  # iterations of conjugate gradients
-MOST_REWEIGHTINGS = 100  # steps of a logistic regression
-REDUCTION = 0.01  # factor of the distance from the solution after one of its steps
-MOST_HALVINGS = 30  # how often such a step may be halved
+MOST_STEPS = 1000  # largest number of iterations of conjugate gradients
+MOST_REWEIGHTINGS = 100  # largest number of steps of a logistic regression
+# Each of these steps solves a least-squares problem. It ends if the distance from the solution of
+# this problem is at most this share of the distance at its start.
+REDUCTION = 0.01
+MOST_HALVINGS = 30  # how often a step of a logistic regression may be halved
 
 
 @dataclass
 class Doses:
-    """The regressors of a fit: the doses of each perturbed node, and a line for each sample."""
+    """The regressors of a fit: the doses of each perturbed node, and the line of each sample."""
 
     node: Tensor  # long [total], the perturbed nodes of all samples, concatenated
-    ptr: Tensor  # long [n + 1]; sample i has those from ptr[i] to ptr[i + 1]
+    ptr: Tensor  # long [n + 1]; the nodes of sample i are node[ptr[i] : ptr[i + 1]]
     dose: Tensor  # float64 [total, K], factors of the node's effects
     line: Tensor  # float64 [n, 2]: 1 and the centred sum of 1 - level
     num_nodes: int
@@ -38,7 +40,7 @@ class Doses:
         return torch.repeat_interleave(self.ptr.diff())
 
     def responses(self, x: Tensor) -> Tensor:
-        """Returns the response of each perturbed node, [total], given x [2 + NK]."""
+        """Returns the response of each perturbed node, [total], given coefficients x [2 + NK]."""
         effect = x[2:].view(self.num_nodes, -1).index_select(0, self.node)
         return (self.dose * effect).sum(dim=1)
 
@@ -48,7 +50,7 @@ class DesignBlock:
     """A block of m consecutive rows of a `Design`."""
 
     nodes: Tensor  # sparse float64 [m, NK], the doses of the nodes
-    transposed: Tensor  # the transpose, [NK, m]
+    transposed: Tensor  # the transpose of `nodes`, [NK, m]
     line: Tensor  # float64 [m, 2]
 
     @cached_property
@@ -58,7 +60,7 @@ class DesignBlock:
         return with_values(self.nodes, place).to_sparse_csc().values()
 
     def scaled(self, factor: Tensor) -> "DesignBlock":
-        """Returns the same rows with the values of `nodes` multiplied by factors, [values]."""
+        """Returns the same rows with each value of `nodes` multiplied by a factor, [values]."""
         values = self.nodes.values() * factor
         nodes = with_values(self.nodes, values)
         transposed = with_values(self.transposed, values[self.order])
@@ -67,31 +69,31 @@ class DesignBlock:
         return scaled
 
     def predict(self, x: Tensor) -> Tensor:
-        """Returns the prediction of each row, [m, T]."""
+        """Returns the prediction of each row, [m, T], given coefficients x [2 + NK, T]."""
         return (self.nodes @ x[2:]).add_(self.line @ x[:2])
 
     def collect(self, values: Tensor) -> Tensor:
-        """Returns the transposed rows times values [m, T], [2 + NK, T]."""
+        """Returns the product of the transposed rows and values [m, T], [2 + NK, T]."""
         return torch.cat([self.line.T @ values, self.transposed @ values])
 
     def collect_squared(self, values: Tensor) -> Tensor:
-        """Returns the transposed rows, squared by element, times values [m, T], [2 + NK, T]."""
+        """Returns `collect` of the same values [m, T] for rows with squared elements."""
         squares = with_values(self.transposed, self.transposed.values().square())
         return torch.cat([self.line.square().T @ values, squares @ values])
 
 
 def with_values(matrix: Tensor, values: Tensor) -> Tensor:
-    """Returns a sparse CSR matrix with different values."""
+    """Returns a sparse CSR matrix with the pattern of `matrix` and the given values."""
     return torch.sparse_csr_tensor(
         matrix.crow_indices(), matrix.col_indices(), values, matrix.shape
     )
 
 
 class Design:
-    """The design matrix of a fit, [n, 2 + NK]: `doses.line`, and the doses of each node.
+    """The design matrix of a fit, [n, 2 + NK]: the two columns of `doses.line`, and all doses.
 
-    Its coefficients x [2 + NK, T] are an intercept, a slope and the effects of the nodes. Its rows
-    are in blocks, because one product with ten million rows takes twice as long.
+    The coefficients x [2 + NK, T] are an intercept, a slope and the effects of the nodes. The rows
+    are stored in blocks, because one product with ten million rows takes twice as long.
     """
 
     def __init__(self, doses: Doses):
@@ -108,7 +110,7 @@ class Design:
             column = doses.node[entries].unsqueeze(1) * num_effects + number
             nodes = torch.sparse_csr_tensor(
                 ((ptr - ptr[0]) * num_effects).int(),
-                column.flatten().int(),  # int32, because products then read fewer bytes
+                column.flatten().int(),  # with int32, products read fewer bytes than with int64
                 doses.dose[entries].flatten(),
                 (len(ptr) - 1, doses.num_nodes * num_effects),
             )
@@ -127,26 +129,26 @@ class Design:
         return scaled
 
     def predict(self, x: Tensor) -> Tensor:
-        """Returns the prediction of each row, the matrix times x, [n, T]."""
+        """Returns the prediction of each row, which is the matrix times x [2 + NK, T]: [n, T]."""
         return torch.cat([block.predict(x) for block in self.blocks])
 
     def collect(self, values: Tensor) -> Tensor:
-        """Returns the transposed matrix times values [n, T], [2 + NK, T]."""
+        """Returns the product of the transposed matrix and values [n, T], [2 + NK, T]."""
         return sum(block.collect(rows) for block, rows in self.split(values))
 
     def collect_squared(self, values: Tensor) -> Tensor:
-        """Returns the transposed matrix, squared by element, times values [n, T], [2 + NK, T]."""
+        """Returns `collect` of the same values [n, T] for a matrix with squared elements."""
         return sum(block.collect_squared(rows) for block, rows in self.split(values))
 
     def collect_predicted(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns the transposed matrix times (weight [n, T] * predictions), [2 + NK, T]."""
+        """Returns `collect` of the predictions of x, multiplied by weights [n, T]: [2 + NK, T]."""
         total = torch.zeros_like(x)
         for block, block_weight in self.split(weight):
             total += block.collect(block.predict(x).mul_(block_weight))
         return total
 
     def split(self, values: Tensor) -> Iterator[tuple[DesignBlock, Tensor]]:
-        """Yields each block with its rows of the values [n, T]."""
+        """Yields each block of rows, and the same rows of `values` [n, T]."""
         return zip(self.blocks, values.split(ROWS_AT_ONCE), strict=True)
 
 
@@ -155,17 +157,18 @@ class Targets:
     """The targets of a fit: y, and the weights for fitting and for choosing among candidates."""
 
     y: Tensor  # float64 [n, T], 0 if missing
-    weight: Tensor  # float64 [n, T], weights of training rows; 0 for others and missing y
-    # float64 [n, T], the same, but also 0 for rows that candidates are not fitted to
+    # float64 [n, T], weights of the training scores; 0 for all other scores
+    weight: Tensor
+    # float64 [n, T], weights of the training scores that candidates are fitted to; otherwise 0
     fitted: Tensor
-    # float64 [n, T], weights of the rows that choose the best candidate; 0 for others
+    # float64 [n, T], weights of the scores that choose the best candidate; otherwise 0
     validated: Tensor
     std: Tensor  # float64 [T], standard deviation of y in training
     scale: Tensor  # float64 [NK, T], factor of the penalty of each effect
     is_binary: bool
 
     def of_target(self, t: int) -> "Targets":
-        """Returns the columns of target `t`."""
+        """Returns the same object for target `t` only, with T = 1."""
         columns = {}
         for name, value in vars(self).items():
             columns[name] = value[..., t : t + 1] if isinstance(value, Tensor) else value
@@ -185,18 +188,21 @@ class NormalEquations:
         self.squares = design.collect_squared(weight)
 
     def product(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns their matrix times x, [2 + NK, T]."""
+        """Returns the product of the matrix of the equations and x, [2 + NK, T]."""
         product = self.design.collect_predicted(x, self.weight)
         product[2:] += penalty * x[2:]
         return product
 
     def diagonal(self, penalty: float | Tensor) -> Tensor:
-        """Returns the diagonal of their matrix, [2 + NK, T], with 1 instead of 0."""
+        """Returns the diagonal of the matrix of the equations, [2 + NK, T], with 1 instead of 0."""
         diagonal = torch.cat([self.squares[:2], self.squares[2:] + penalty])
         return diagonal.where(diagonal > 0, 1.0)
 
     def gradient(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the right side minus the matrix times x, [2 + NK, T], given y - prediction."""
+        """Returns the right side minus the matrix times x, [2 + NK, T].
+
+        `residual` is y minus the prediction of x, [n, T].
+        """
         gradient = self.design.collect(self.weight * residual)
         gradient[2:] -= penalty * x[2:]
         return gradient
@@ -209,10 +215,11 @@ class NormalEquations:
         least: Tensor,
         reduction: float = 0.0,
     ) -> Tensor:
-        """Returns the solution, [2 + NK, T], starting from x, given its residual y - prediction.
+        """Returns the solution of the equations, [2 + NK, T], by iterations that start from x.
 
-        It stops when the squared, preconditioned norm of the gradient is at most `least` [T], or
-        `reduction`**2 times its value at x.
+        `residual` is y minus the prediction of x, [n, T]. The iterations end when the squared,
+        preconditioned norm of the gradient is at most `least` [T], or at most `reduction`**2 times
+        its value at x.
         """
         right = self.gradient(residual, penalty, x)
         diagonal = self.diagonal(penalty)
@@ -222,13 +229,16 @@ class NormalEquations:
 
 
 class Ridge:
-    """A linear ridge regression of y [n, T] on a design.
+    """A linear ridge regression of y on a design.
 
     Args:
-        weight: of each y, 0 for those that are not fitted, [n, T].
-        std: standard deviation of y, the unit of the tolerance, [T].
-        tolerance: the distance from the solution at which a fit ends.
-        reduction: the factor of that distance after one step of a logistic regression.
+        design: the design matrix.
+        y: the values that are fitted, [n, T].
+        weight: the weight of each value, 0 for values that are not fitted, [n, T].
+        std: the standard deviation of y, which is the unit of the tolerance, [T].
+        tolerance: a fit ends if the distance from the solution is at most this.
+        reduction: a step of a logistic regression also ends if the distance from the solution of
+            this step is at most this share of the distance at its start.
     """
 
     def __init__(
@@ -245,12 +255,12 @@ class Ridge:
         self.weight = weight
         self.tolerance = tolerance
         self.reduction = reduction
-        # The errors of effects are multiplied by the doses, which also make the matrix harder to
-        # solve.
+        # Large doses require a smaller tolerance: they multiply the errors of effects, and they
+        # make the equations ill-conditioned.
         self.unit = std.square() / design.largest_dose**3
         self.least = tolerance**2 * self.unit
 
-    # Factor of squared effects in `objective`; 1, because the squared errors have no 1/2 either.
+    # Factor of squared effects in `objective`. It is 1, because the squared errors are not halved.
     penalty_factor = 1.0
 
     @cached_property
@@ -258,7 +268,7 @@ class Ridge:
         return NormalEquations(self.design, self.weight)
 
     def objective(self, penalty: float | Tensor, x: Tensor, prediction: Tensor) -> Tensor:
-        """Returns the sum of losses and penalty of x [2 + NK, T], which a fit minimises, [T]."""
+        """Returns the objective of a fit at x [2 + NK, T]: the sum of losses and penalty, [T]."""
         penalties = self.penalty_factor * (penalty * x[2:].square()).sum(0)
         return (self.weight * self.loss(prediction, self.y)).sum(0) + penalties
 
@@ -276,15 +286,19 @@ class Ridge:
         return y - prediction, torch.ones_like(y)
 
     def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the solution for a penalty, or for one per effect [NK, T], starting from x."""
+        """Returns the solution for a penalty, by iterations that start from x [2 + NK, T].
+
+        The penalty is a number or, with one penalty for each effect, [NK, T].
+        """
         x = self.improve(penalty, x)
-        # Rounding errors add up over the steps, so solve for what is left, too.
+        # Rounding errors add up over the iterations. A second solution, for the remaining residual,
+        # removes them.
         if self.design.largest_dose > 1:
             x = self.improve(penalty, x)
         return x
 
     def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns x after a Newton step; for squared errors, this is the solution."""
+        """Returns x after a Newton step, which reaches the solution if the loss is squared."""
         residual = self.y - self.design.predict(x)
         return self.equations.solve(residual, penalty, x, self.least)
 
@@ -331,7 +345,7 @@ class LogisticRidge(Ridge):
     def step(self, penalty: float | Tensor, x: Tensor, change: Tensor) -> Tensor:
         """Returns the largest step of 1, 1/2, 1/4 ... that does not increase the objective, [T].
 
-        A complete step goes too far if predictions are nearly certain.
+        `change` is a complete Newton step. It is too large if predictions are nearly 0 or 1.
         """
 
         def total(x: Tensor) -> Tensor:
@@ -369,7 +383,7 @@ def conjugate_gradients(
         if (norm <= least).all():
             break
         change = product(direction)
-        # In a solved column, the numbers would become too small to divide by.
+        # Solved columns do not change any more: their values would become too small to divide by.
         step = (norm / (direction * change).sum(0)).where(norm > least, 0.0)
         x = x + step * direction
         residual = residual - step * change

@@ -1,14 +1,18 @@
-"""The configuration: all options, from dataclasses that are next to the code which uses them.
+"""The configuration of a run: all options, and how they are read and checked.
 
-An option is a field of one of these dataclasses and a line of config.yaml. It has the type of the
-field; `field(default=..., metadata={"min": ..., "max": ...})` sets its range. Options are read from
-config.yaml, then from each `--config FILE`, then from `section.key=value` on the command line. With
-`metadata={"path": True}`, `~` and environment variables in the value are expanded.
+A section of options is a dataclass in the module that uses it, such as `OptimConfig` in optim.py.
+An option is a field of this dataclass and a line of config.yaml. It has the type of the field. For
+further rules, write `field(default=..., metadata={...})` with these keys:
 
-`metadata={"resume": ...}` of an option, or of its section in `Config`, is the rule for resuming a
-run with a different value. "fixed": this is an error. "free": it is allowed, because results are
-the same up to rounding. "noted", the default: it is allowed while there are steps left, and the log
-reports the value of the earlier steps.
+- "min" and "max": the range of a number, or of all numbers in a list.
+- "path": True expands `~` and environment variables in the value.
+- "resume": the rule for resuming a run with a different value. "fixed": this is an error. "free":
+  it is allowed, because results are the same up to rounding. "noted", the default: it is allowed
+  if the run has steps left, and the log reports the value of the earlier steps. The metadata of a
+  section in `Config` can set a different default for its options.
+
+Options are read from config.yaml, then from each `--config FILE`, then from `section.key=value` on
+the command line. Later sources override earlier ones.
 """
 
 import argparse
@@ -36,19 +40,22 @@ from run_folder import CheckpointConfig, LogConfig, RunConfig, warnings_so_far
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
-NO_PATH = ("null", "~", "None")  # values that users write to name no file
+NO_PATH = ("null", "~", "None")  # values of a path with which users mean that there is no file
 MOST = 2**63 - 1  # largest absolute value of a number
 ONE_WORD = (
     "write each option as a single argument, such as optim.lr=0.1; put it in quotes if it contains "
     "spaces, brackets or braces, such as 'data.scores=[a, b]'"
 )
+# A decimal number, with or without a fraction and an exponent.
 NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
 
 @dataclass(frozen=True)
 class Config:
+    """All options of a run, by section."""
+
     run: RunConfig = field(default=RunConfig(), metadata={"resume": "free"})
-    # Free, because the hash of the tables that they select is fixed.
+    # These options may change on resuming, because the hash of the tables must remain the same.
     data: DataConfig = field(default=DataConfig(), metadata={"resume": "free"})
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
@@ -66,7 +73,7 @@ class Config:
             )
 
     def options(self) -> dict[str, Any]:
-        """Returns {"section.key": value} of all options."""
+        """Returns {"section.key": value} for all options."""
         return by_key(asdict(self))
 
     def text(self) -> str:
@@ -74,7 +81,7 @@ class Config:
         return yaml.dump(asdict(self), Dumper=OptionsDumper, sort_keys=False)
 
     def free_options(self) -> list[str]:
-        """Returns "section.key" of options that do not affect results, or are at their defaults."""
+        """Returns the keys of the options that are "free" or have their default values."""
         rules = self.resume_rules()
         defaults = Config().options()
         given = self.options()
@@ -87,7 +94,7 @@ class Config:
         return {key: given[key] for key in given if not known[key].metadata.get("path")}
 
     def resume_rules(self) -> dict[str, str]:
-        """Returns {"section.key": rule} of all options; a rule is "fixed", "free" or "noted"."""
+        """Returns {"section.key": rule} for all options: "fixed", "free" or "noted"."""
         rules = {}
         for section in fields(self):
             rule_of_section = section.metadata.get("resume", "noted")
@@ -98,7 +105,7 @@ class Config:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UserError`s."""
+    """An argument parser that raises `UserError` instead of exiting."""
 
     def __init__(self, description: str | None, **options: Any):
         super().__init__(
@@ -125,9 +132,13 @@ def run_command(
 ) -> int:
     """Calls `command` on this rank with the settings of a command line; returns the exit status.
 
-    By default, `arguments` is the command line of this process. The settings have a field `ddp`. An
-    error in the command line is reported once, not by every rank. Afterwards, logging, environment
-    and random state are as before.
+    An error in the command line is reported once, not by every rank. Logging, environment variables
+    and random state are restored afterwards, so that a notebook can call several commands.
+
+    Args:
+        arguments: the words of the command line, by default `sys.argv[1:]`.
+        read_settings: returns the settings for these words. Settings have a field `ddp`.
+        command: the function to call with the settings and this rank's `Distributed`.
     """
     with log_to_console(), restored_settings():
         settings = Config()
@@ -152,9 +163,9 @@ def run_command(
 
 @contextlib.contextmanager
 def log_to_console() -> Iterator[None]:
-    """In the block, prints the log of rank 0 to stdout, and collects warnings.
+    """Prints the log of rank 0 to stdout, and collects warnings, until the block ends.
 
-    Errors are not printed here, because `Distributed.fail` prints them to stderr.
+    Errors are not printed here, because `Distributed.report_failure` prints them to stderr.
     """
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
@@ -190,16 +201,17 @@ def restored_settings() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(variables)
         torch.set_deterministic_debug_mode(deterministic)
-        # If the caller already captured warnings, this is unchanged, and the caller will end that.
+        # `captureWarnings` replaces this function, unless the caller has already called it. In that
+        # case, the caller also ends the capture.
         if warnings.showwarning is not show_warning:
             logging.captureWarnings(False)
 
 
 # ---- Reading -------------------------------------------------------------------------------------
 def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Config:
-    """Returns the options of config.yaml, of files and of a command line; raises `UserError`.
+    """Returns the options of config.yaml, overridden by files and then by a command line.
 
-    Later sources override earlier ones.
+    Raises `UserError` if an option is unknown or its value is invalid.
     """
     sources = [DEFAULTS.name]
     options = read_options(DEFAULTS)
@@ -213,7 +225,10 @@ def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ())
 def override(
     options: Mapping[str, Any], overrides: Sequence[str], sources: Sequence[str]
 ) -> Config:
-    """Returns `options` as a `Config`, overridden by a command line; raises `UserError`."""
+    """Returns the `Config` of `options`, {"section.key": value}, overridden by a command line.
+
+    `sources` names the files that the options are from, for the log. Raises `UserError`.
+    """
     for word in overrides:
         if not re.match(r"[^\s=]+=", word):
             raise UserError(f"{word!r} is not section.key=value: {ONE_WORD}")
@@ -230,7 +245,7 @@ def override(
 
 
 def compose(options: Mapping[str, Any]) -> Config:
-    """Returns the `Config` of {"section.key": value}; raises `UserError` for a wrong value."""
+    """Returns the `Config` of {"section.key": value}; raises `UserError` for an invalid value."""
     sections = {section.name: {} for section in fields(Config)}
     for key, option in all_options().items():
         section, _, name = key.partition(".")
@@ -246,7 +261,7 @@ def compose(options: Mapping[str, Any]) -> Config:
 
 
 def read_options(path: str | Path) -> dict[str, Any]:
-    """Returns {"section.key": value} of a YAML file; raises `UserError`."""
+    """Returns {"section.key": value} for the options in a YAML file; raises `UserError`."""
     with explain_yaml_errors(path):
         sections = yaml.load(Path(path).read_text("utf-8"), OptionsLoader)
     try:
@@ -270,10 +285,10 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 class OptionsLoader(yaml.SafeLoader):
-    """Reads YAML, but rejects duplicate keys, of which YAML would ignore the first.
+    """A YAML loader that reads numbers as decimal numbers, and rejects duplicate keys.
 
-    Dates are read as text, and all numbers as decimal: YAML 1.1 would read 010 as 8, 1:30 as 90,
-    and 1e-3 as text.
+    PyYAML follows YAML 1.1, which reads 010 as 8, 1:30 as 90, and 1e-3 as text. It also reads dates
+    as objects, and uses the last value of a duplicate key. This loader reads dates as text.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -285,11 +300,11 @@ class OptionsLoader(yaml.SafeLoader):
 
 
 class OptionsDumper(yaml.SafeDumper):
-    """Quotes every text that `OptionsLoader` would not read as text."""
+    """A YAML dumper that quotes every text which `OptionsLoader` would not read as text."""
 
 
 def number_or_text(loader: OptionsLoader, node: yaml.ScalarNode) -> int | float | str:
-    """Returns a decimal number, or the text if only YAML 1.1 reads it as a number, such as 1:30."""
+    """Returns a decimal number, or the text if it is only a number in YAML 1.1, such as 1:30."""
     if not NUMBER.match(node.value):
         return node.value
     with contextlib.suppress(ValueError):
@@ -305,7 +320,7 @@ for _class in (OptionsLoader, OptionsDumper):
 
 @contextlib.contextmanager
 def explain_yaml_errors(source: str | Path) -> Iterator[None]:
-    """Turns an error while reading YAML into a `UserError`."""
+    """Turns an error in the block, which reads YAML, into a `UserError`."""
     try:
         yield
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -314,7 +329,7 @@ def explain_yaml_errors(source: str | Path) -> Iterator[None]:
 
 
 def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
-    """Returns {"section.key": value} of {section: {key: value}}."""
+    """Converts {section: {key: value}} to {"section.key": value}."""
     options = {}
     for section, values in sections.items():
         if values is None:
@@ -326,12 +341,12 @@ def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
 
 # ---- Checking ------------------------------------------------------------------------------------
 def all_options() -> dict[str, Field]:
-    """Returns {"section.key": field} of all options."""
+    """Returns {"section.key": field of the dataclass} for all options."""
     options = {}
     for section in fields(Config):
         hints = get_type_hints(section.type)
         for option in fields(section.type):
-            option.type = hints[option.name]  # the annotation may be a text
+            option.type = hints[option.name]  # an annotation can be a string
             options[f"{section.name}.{option.name}"] = option
     return options
 
@@ -346,7 +361,7 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
 
 
 def convert(key: str, value: Any, option: Field) -> Any:
-    """Returns `value` as the option's type; raises `UserError` for a wrong type or range."""
+    """Returns `value` in the type of the option; raises `UserError` for a wrong type or range."""
     with contextlib.suppress(ValueError, OverflowError):
         converted = as_type(value, option.type)
         if is_in_range(converted, option.metadata):
@@ -367,12 +382,15 @@ def expand_path(path: str, where: str = "") -> str:
     unknown = re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", expanded)
     if unknown and not os.path.exists(expanded):
         problem = "is not an environment variable, a home directory or an existing file"
-        raise UserError(f"{where}{path}: {unknown[0]} {problem}")
+        raise UserError(f"{where}{path}: {unknown[0]} {problem}: correct the path")
     return expanded
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """Returns `value` as a type; raises `ValueError` if it does not have that type."""
+    """Returns `value` if it has the type `kind`; raises `ValueError` otherwise.
+
+    An int is also accepted as a float, and is converted.
+    """
     if get_origin(kind) is list and type(value) is list:
         (kind_of_items,) = get_args(kind)
         return [as_type(item, kind_of_items) for item in value]
@@ -398,7 +416,7 @@ def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
 
 
 def describe_type(kind: Any) -> str:
-    """Returns the text for a type in an error message."""
+    """Returns the name of a type, for an error message."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     return str(kind) if get_origin(kind) else kind.__name__

@@ -1,4 +1,6 @@
-"""From tables to batches: the splits, and the dataset, which builds a complete batch at once.
+"""From tables to batches: the splits of the rows, and the dataset.
+
+The dataset builds a complete batch at once, from a list of row numbers.
 
 Shapes: N nodes, n samples of T targets in the tables; B samples with P perturbed nodes in a batch;
 K effects of a node.
@@ -21,12 +23,18 @@ from torch_geometric.utils import cumsum
 
 from data_cells import SPLITS, check_is_no_pipe, unreadable
 from data_tables import Tables, cached_by_code, read_tables
-from errors import DataError
+from errors import DataError, counted
 from mask import doses, starts_of_samples
 from metrics import mean_and_std
 from parts import optional
 
-LARGE = 0.1  # larger sets, as a share of the rows, are kept for training if possible
+LARGE_SHARE = 0.1  # share of the rows above which a set of knock-outs is large
+# Turns of the sets in a random split. Sets with smaller turns come first in the order, which begins
+# with the sets for test, followed by the sets for validation and for training.
+TESTED = -1  # the sets that the fold tests, even if they are large or intact
+USUAL = 0
+LARGE = 1
+INTACT = 2
 EXAMPLE = Path(__file__).with_name("example")  # the tables that are read by default
 
 
@@ -57,19 +65,21 @@ class DataConfig:
 
 
 def load(config: DataConfig) -> Tables:
-    """Returns the tables of `config`, or of the example, with their split.
+    """Returns the tables that `config` names, or the tables of the example, with their split.
 
-    Both are cached if there is a cache folder. Raises `DataError` if a file is missing, malformed
-    or empty, or if a split has no rows.
+    The tables and the split are cached if there is a cache folder. Raises `DataError` if a file is
+    missing, malformed or empty, if a split has no rows, or if options of the split are set although
+    the table has a column split.
     """
     config = with_example(config)
     files = [config.edges, config.perturbations, config.features]
     digests = [path and file_digest(path) for path in files]  # "" for a file that is not given
     options = [config.scores, config.undirected]
-    # Affects the tables, but is not among the imports whose code `cached_by_code` hashes.
+    # `cached_by_code` does not hash the code of data_notes, which `optional` imports, but the
+    # tables contain its notes.
     data_notes = optional("data_notes")
     code = file_digest(data_notes.__file__) if data_notes else ""
-    # Includes the paths, because the notes of tables quote them.
+    # The key includes the paths, because the notes quote them.
     key = f"{files} {digests} {options} {code}"
 
     def read() -> dict[str, Any]:
@@ -81,7 +91,7 @@ def load(config: DataConfig) -> Tables:
         make_split = node_split if config.split == "nodes" else random_split
         key += "".join(f" {getattr(config, name)}" for name in of_split)
         split_rows = partial(make_split, tables, config)
-        # The cached split also depends on the code of this module, and on the modules that it
+        # The cached split also depends on the code of this module and of the modules that it
         # imports, such as data_tables.
         tables.split = cached_by_code(config.cache_dir, "split", make_split, key, split_rows)
     else:
@@ -89,21 +99,22 @@ def load(config: DataConfig) -> Tables:
         if given:
             replaced = ", ".join(f"data.{name}" for name in given)
             raise DataError(
-                f"{config.perturbations} has a column split, so these options cannot be set: "
-                f"{replaced}: remove the column or the options"
+                f"{config.perturbations} has a column split, which replaces {replaced}: remove the "
+                "column, or leave out the options"
             )
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
             raise DataError(
-                f"{config.perturbations}: the {split} split is empty ({len(tables.y)} rows, "
-                f"data.split={config.split}): add rows, or change data.val_fraction, "
-                "data.test_fraction or data.fold or, if there is one, the column split"
+                f"{config.perturbations}: the {split} split is empty "
+                f"({counted(len(tables.y), 'row')}, data.split={config.split}): add rows, or "
+                "change the column split if there is one, otherwise data.val_fraction, "
+                "data.test_fraction or data.fold"
             )
     return tables
 
 
 def with_example(config: DataConfig) -> DataConfig:
-    """Returns `config`, with the tables of the example if it does not name any tables."""
+    """Returns `config`, or a copy with the tables of the example if it does not name any tables."""
     if config.edges:
         return config
     tables = {"edges": str(EXAMPLE / "edges.tsv"), "perturbations": str(EXAMPLE / "scores.tsv")}
@@ -125,33 +136,35 @@ def file_digest(path: str) -> str:
 
 # ---- Splits --------------------------------------------------------------------------------------
 def random_split(tables: Tables, config: DataConfig) -> Tensor:
-    """Returns a random split, int8 [n], which keeps rows of the same nodes and levels together.
+    """Returns a random split, int8 [n], in which rows of the same nodes and levels stay together.
 
-    With `split=sets`, rows of the same nodes stay together, whatever their levels. Sets with more
-    than `LARGE` of the rows, and the intact set, are used for training as long as there are enough
-    others for validation and test, because a single set would dominate the metrics. With `fold`,
-    each set is tested in one of the folds.
+    With `split=sets`, rows of the same nodes stay together at any levels. Sets with more than
+    `LARGE_SHARE` of the rows, and the set of intact rows, are used for training if there are enough
+    other sets for validation and test, so that a single set does not dominate the metrics.
+
+    With `fold`, each set is tested in one of the folds, even if it is large or intact.
     """
     set_number = tables.set_number(with_levels=config.split != "sets")
     rows_of_set = torch.bincount(set_number)
     generator = torch.Generator().manual_seed(config.split_seed)
     order = torch.randperm(len(rows_of_set), generator=generator)
-    turn = (rows_of_set > LARGE * len(set_number)).int()
-    turn[set_number[tables.perturbed_ptr.diff() == 0]] = 2
+    turn = torch.full_like(rows_of_set, USUAL)
+    turn[rows_of_set > LARGE_SHARE * len(set_number)] = LARGE
+    turn[set_number[tables.perturbed_ptr.diff() == 0]] = INTACT
     start, num_test = place_of_test(len(order), config)
     order = order.roll(-start)
     if config.fold:
-        turn[order[:num_test]] = -1  # even if they are large
+        turn[order[:num_test]] = TESTED
     order = order[turn[order].argsort(stable=True)]
     return split_in_order(order, config, len(order))[set_number]
 
 
 def node_split(tables: Tables, config: DataConfig) -> Tensor:
-    """Returns a split of the knocked-out nodes, int8 [n]: test nodes are never trained on.
+    """Returns a split by nodes, int8 [n], in which no training row has a test or validation node.
 
-    The knocked-out nodes are shuffled, and the validation nodes directly follow the test nodes.
-    Rows with a test node are test rows, and rows with a validation node are validation rows. Rows
-    with both are in no split, -1.
+    The knocked-out nodes are shuffled. In this order, the validation nodes directly follow the test
+    nodes. Rows with a test node are test rows, and rows with a validation node are validation rows.
+    Rows with both are in no split, -1.
     """
     nodes = tables.perturbed.unique()
     seed = config.split_seed if config.fold else 0
@@ -169,7 +182,11 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
 
 
 def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
-    """Returns a split, int8 [size]: `order` begins with the test items, then validation items."""
+    """Returns a split of numbered items, int8 [size].
+
+    `order` has the numbers of the items: first the test items, then the validation items. All
+    remaining items, and items that are not in `order`, are for training.
+    """
     _, num_test = place_of_test(len(order), config)
     num_val = round(len(order) * config.val_fraction)
     split = torch.zeros(size, dtype=torch.int8)
@@ -179,9 +196,9 @@ def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
 
 
 def place_of_test(count: int, config: DataConfig) -> tuple[int, int]:
-    """Returns the position of the first test item among `count` shuffled items, and their number.
+    """Returns the position of the first test item among shuffled items, and the number of them.
 
-    The items are sets of knock-outs or, with split=nodes, nodes.
+    `count` is the number of all items. An item is a set of knock-outs or, with split=nodes, a node.
     """
     if config.fold:
         k, num_folds = map(int, config.fold.split("/"))
@@ -194,10 +211,10 @@ def place_of_test(count: int, config: DataConfig) -> tuple[int, int]:
 
 # ---- Batches -------------------------------------------------------------------------------------
 def weight_scale(tables: Tables) -> Tensor:
-    """Returns the factor of each target's weights, float64 [T].
+    """Returns the factor by which the weights of each target are multiplied, float64 [T].
 
-    With this factor, the weights of the training rows with a score sum to the number of all
-    training rows. Each target then counts the same, however many of its scores are missing.
+    For each target, the scaled weights of the training rows that have its score sum to the number
+    of all training rows. Each target then counts the same, however many of its scores are missing.
     """
     rows = tables.rows("train")
     return len(rows) / tables.score_weight(rows).sum(dim=0)
@@ -207,15 +224,17 @@ def weight_scale(tables: Tables) -> Tensor:
 class KnockoutDataset(Dataset):
     """A dataset of the tables' rows that builds a complete batch from a list of row numbers.
 
-    The row number -1 is padding, whose entries are 0. A batch is a PyG `Data` with
+    The row number -1 means padding: a row without knock-outs, whose other entries are 0. A batch is
+    a PyG `Data` with
 
     - `perturbed` [P], `perturbed_batch` [P] and `perturbed_ptr` [B + 1]: the perturbed nodes;
     - `level` [P]: their levels, 0 for deleted nodes;
     - `y` and `weight`, [B, T] each: scores and their weights, 0 for missing scores;
     - `index` [B]: row numbers;
     - `num_dead_edges`: an int, which determines the size of the masks' tensors;
-    - each of `columns` by its name: a tensor [n, ...] with an entry for each row, as in
-      `Tables.columns`, or the result of a function of the batch.
+    - the columns of `Tables.columns` and `columns`, by their names. A column is either a tensor
+      [n, ...], from which the batch contains the entries of its rows, or a function, whose result
+      for the batch is added to the batch.
     """
 
     tables: Tables
@@ -230,12 +249,16 @@ class KnockoutDataset(Dataset):
         return len(self.tables.y)
 
     def with_samples(self, samples: Tables) -> "KnockoutDataset":
-        """Returns a dataset of other samples on the same graph; keeps columns made by functions."""
+        """Returns a dataset of other samples on the same graph.
+
+        It keeps the columns that are functions. It does not have the columns that are tensors,
+        because these belong to the rows of this dataset.
+        """
         functions = {name: column for name, column in self.columns.items() if callable(column)}
         return replace(self, tables=samples, columns=functions)
 
     def total_weight(self, rows: Tensor) -> Tensor:
-        """Returns the sum of each target's weights in a batch of these rows, float64 [T]."""
+        """Returns the sum of the scaled weights of each target over these rows, float64 [T]."""
         return self.scale * self.tables.score_weight(rows).sum(dim=0)
 
     def __getitem__(self, row: int) -> Data:
@@ -258,7 +281,7 @@ class KnockoutDataset(Dataset):
             first = int(is_outside.nonzero()[0])
             raise IndexError(
                 f"sample {index[sample[first]]}: knocked-out node {perturbed[first]} "
-                f"is outside [0, {num_nodes}), the graph's nodes"
+                f"is outside [0, {num_nodes}), the range of the graph's nodes"
             )
         y = self.tables.y[row]
         weight = self.scale * self.tables.score_weight(row) * is_real.unsqueeze(1)
@@ -285,11 +308,13 @@ class KnockoutDataset(Dataset):
 
 # ---- Units, weights and doses, computed from the training rows -----------------------------------
 def basis_of(tables: Tables) -> Tensor:
-    """Returns the matrix that maps the `mask.doses` of a level to K doses, float64 [3, K].
+    """Returns the matrix that maps the three `mask.doses` of a level to K doses, float64 [3, K].
 
-    A node has as many effects as the levels of the training rows can identify. Gains and losses are
-    separate if there are both. Deletions and losses are separate if there are also levels between 0
-    and 1. Each column is scaled so that the mean square of its non-zero doses in training is 1; one
+    The levels of the training rows determine the number of effects of a node, K. Gains and losses
+    have separate effects if both occur. Deletions and losses have separate effects if both
+    deletions and levels between 0 and 1 occur.
+
+    Each column is scaled so that the mean square of its non-zero doses in training is 1. One
     penalty is then suitable for all effects.
     """
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
@@ -307,7 +332,10 @@ def basis_of(tables: Tables) -> Tensor:
 
 
 def mean_one_weight(tables: Tables) -> Tensor:
-    """Returns weights of mean 1 over each target's training rows, 0 for missing scores, [n, T]."""
+    """Returns the weights of all scores, 0 for missing scores, [n, T].
+
+    For each target, they are scaled to a mean of 1 over the training rows that have its score.
+    """
     weight = tables.score_weight(slice(None))
     of_train = tables.score_weight(tables.rows("train"))
     return weight * ((of_train > 0).sum(dim=0) / of_train.sum(dim=0))

@@ -1,4 +1,8 @@
-"""The cache: values in files, whose names are hashes of everything that the value depends on."""
+"""The cache: values in files, whose names contain a hash of everything that the value depends on.
+
+If anything changes that a value depends on, the name of its file changes, and the value is built
+again.
+"""
 
 import ast
 import contextlib
@@ -22,11 +26,20 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have 
 
 
 def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any:
-    """Returns the value of `build`, cached in a file; one process builds while others wait.
+    """Returns the value of `build`, from a file if it exists.
 
-    The file depends on `key`, a text with everything that the value depends on, such as hashes of
-    the files that are read and the `source_digest` of the function that reads them. Its tensors are
-    mapped into memory, which the processes of a machine share.
+    Otherwise, one process builds the value and writes the file, while other processes wait. If the
+    file cannot be written, a warning is logged, and the value is returned nevertheless.
+
+    The tensors of a value that is read from the file are mapped into memory, which the processes of
+    a machine share.
+
+    Args:
+        cache_dir: Folder of the file.
+        kind: First part of the file's name, such as "tables".
+        key: Text with everything that the value depends on, such as hashes of the files that are
+            read, and the `source_digest` of the function that reads them.
+        build: Function that returns the value.
     """
     path = cache_file(cache_dir, kind, key)
     if not os.path.exists(path):
@@ -37,7 +50,8 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # An existing file can be read, but two processes might write it at once.
+        # Without the lock, an existing file is read, but no file is written, because two processes
+        # might write it at once.
         except OSError as error:
             failure = error
         if os.path.exists(path):  # also False if the folder is not accessible
@@ -55,28 +69,31 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             torch.save(content, temporary)
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
             if refused:
-                raise TypeError(f"torch.load refuses {', '.join(refused)}: use tensors")
+                raise TypeError(f"torch.load would refuse {', '.join(refused)}: use tensors")
             os.replace(temporary, path)
         # torch.save raises RuntimeError on a full disk.
         except (OSError, RuntimeError, TypeError) as error:
-            log.warning(f"cache     {path} cannot be written: {error}")
+            log.warning(
+                f"cache     {path} cannot be written, so each start builds its content: {error}"
+            )
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return content
 
 
 def cache_file(cache_dir: str, kind: str, key: str) -> Path:
-    """Returns the file in which `cached` stores the value of a key."""
+    """Returns the path of the file in which `cached` stores the value of a key."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return Path(cache_dir, f"{kind}-{digest[:32]}.pt")
 
 
 @functools.cache
 def source_digest(function: Callable) -> str:
-    """Returns a hash of the code of a function's module and of the modules that it imports.
+    """Returns a SHA-256 hash of the code of a function's module and of all modules that it imports.
 
-    Only modules in the same folder count. Comments, docstrings and layout do not count, and neither
-    do modules that are imported with `optional`.
+    Modules that are imported indirectly are included. Modules outside the folder of the function's
+    module, and modules that are imported with `optional`, are not included. The hash does not
+    depend on comments, docstrings and layout.
     """
     script = Path(inspect.getsourcefile(function))
     finder = ModuleFinder([str(script.parent)])

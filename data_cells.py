@@ -1,7 +1,7 @@
-"""The rows of a table's file: converts cells to numbers, names and sets of nodes.
+"""Reads the rows of a table's file, and converts cells to numbers, names and sets of nodes.
 
-A file is text with tabs between the cells, and with a header. It may be gzipped, and any cell may
-be quoted. Errors name the file and the line.
+A file is text with a header line and with tabs between the cells. It may be gzipped, and any cell
+may be quoted. Error messages name the file and, if possible, the line.
 
 Shapes: n rows.
 """
@@ -22,17 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import DataError, reason_of
+from errors import DataError, counted, reason_of
 from run_progress import progress_bar
 
 SPLITS = ("train", "val", "test")
-ALIASES = {"node": "gene", "nodes": "genes"}  # other names of a table's first column
-# Missing values as pandas, R and spreadsheets write them. Any text that float() reads as nan is
-# missing, too.
+ALIASES = {"node": "gene", "nodes": "genes"}  # {alternative name of a table's first column: name}
+# Missing values as pandas, R and spreadsheets write them. A cell is also missing if float() reads
+# it as nan.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
 GZIP = b"\x1f\x8b"  # first bytes of a gzipped file
 CHUNK = 2**20  # number of cells that are parsed at once
-csv.field_size_limit(2**31 - 1)  # characters of a cell, which may list all nodes
+# The default limit of 131,072 characters is too small for a cell that lists all nodes.
+csv.field_size_limit(2**31 - 1)
 
 
 @dataclass
@@ -48,18 +49,25 @@ class Rows:
         return f"{self.path}:{self.lines[row]}"
 
     def error(self, row: int, column: str, problem: str) -> DataError:
-        """Returns the error for a wrong cell, with file, line, column and cell."""
+        """Returns the error for a wrong cell.
+
+        The message names the file, the line and the column, quotes the cell, and ends with
+        `problem`, such as "is not a number: correct it".
+        """
         cell = self.cells[column][row]
         return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
 
-    def numbers(self, column: str, positive: bool = False, advice: str = "") -> Tensor:
-        """Returns a column, float64 [n], nan if missing; raises `DataError`.
+    def numbers(
+        self, column: str, positive: bool = False, advice: str = ": correct this cell"
+    ) -> Tensor:
+        """Returns a column of numbers, float64 [n], nan if missing.
 
-        If values must be `positive`, a missing value is an error, too.
+        Raises `DataError` for a cell that is not a number in the permitted range. The message ends
+        with `advice`. If values must be `positive`, a missing value is an error, too.
         """
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.from_numpy(np.array(values, dtype=np.float64))
-        numbers[numbers.isnan()] = math.nan  # the same bits for every text of nan
+        numbers[numbers.isnan()] = math.nan  # because nan and -nan have different bits
         least = 1e-30 if positive else -1e30
         valid = (least < numbers) & (numbers < 1e30)
         if not positive:
@@ -69,70 +77,99 @@ class Rows:
             raise self.error(row, column, f"is not a number from {least:g} to 1e+30{advice}")
         return numbers
 
-    def table(self, columns: Sequence[str], advice: str = "") -> Tensor:
-        """Returns some columns of numbers, float64 [n, C], nan if missing; raises `DataError`."""
+    def table(
+        self, columns: Sequence[str], advice: str = ": correct this cell, or leave it empty"
+    ) -> Tensor:
+        """Returns C columns of numbers, float64 [n, C], nan if missing; see `numbers`."""
         table = torch.empty(len(self.lines), len(columns), dtype=torch.float64)
         for c, column in enumerate(columns):
             table[:, c] = self.numbers(column, advice=advice)
         return table
 
     def names(self, column: str) -> list[str]:
-        """Returns a column of names without outer blanks; raises `DataError`, also for a tab."""
+        """Returns a column of names, without blanks around them.
+
+        Raises `DataError` for a name that is empty or contains a tab.
+        """
         names = [cell.strip() for cell in self.cells[column]]
         for name in dict.fromkeys(names):
             if name == "" or "\t" in name:
-                problem = "has a tab, the separator of cells: rename it" if name else "is empty"
+                problem = "is empty: write a name, or remove the row"
+                if name:
+                    problem = "contains a tab, which separates cells: rename it"
                 raise self.error(names.index(name), column, problem)
         return names
 
     def node_names(self, column: str) -> list[str]:
-        """Returns a column of node names without outer blanks; raises `DataError`."""
+        """Returns a column of node names, without blanks around them.
+
+        Raises `DataError` for a name that is empty, that means a missing value, or that contains a
+        tab, a comma or an equals sign.
+        """
         names = self.names(column)
         for name in dict.fromkeys(names):
             problem = ""
             if "," in name or "=" in name:
                 problem = "has a comma or =, which separate nodes and levels: rename the node"
             if is_missing_name(name):
-                problem = "is a missing value: remove the row or, if it is a node, rename it"
+                problem = "is a missing value: remove the row or, if this is a node, rename it"
             if problem:
                 raise self.error(names.index(name), column, problem)
         return names
 
     def splits(self) -> Tensor:
-        """Returns the column split, int8 [n], as in `Tables`; raises `DataError`."""
+        """Returns the column split as indices of `SPLITS`, int8 [n].
+
+        Raises `DataError` for a cell that is not the name of a split.
+        """
         names = [cell.strip() for cell in self.cells["split"]]
         for row, name in enumerate(names):
             if name not in SPLITS:
-                raise self.error(row, "split", f"is not one of {', '.join(SPLITS)}")
+                problem = f"is not one of {', '.join(SPLITS)}: correct this cell"
+                raise self.error(row, "split", problem)
         positions = [SPLITS.index(name) for name in names]
         return torch.tensor(positions, dtype=torch.int8)
 
     def sets(self) -> tuple[Tensor, Tensor, list[str], Tensor]:
-        """Parses the column genes, such as `A,B=0.3`; a node that a row repeats counts once.
+        """Returns the nodes and the levels in the column genes, from cells such as `A,B=0.3`.
 
-        Returns for each perturbed node its row and the number of its name, long [total] each; the
-        list of names; and the level of each perturbed node, float64 [total]. Raises `DataError`.
+        A node at level 1 is included. If a row repeats a node, the node counts once.
+
+        Returns:
+            row: The row of each perturbed node, long [total].
+            name: The index of its name in `names`, long [total].
+            names: The distinct names.
+            level: The level of each perturbed node, float64 [total].
+
+        Raises:
+            DataError: A name is empty or contains a tab, a level is invalid, or a row has a node at
+                two levels.
         """
         cells = self.cells["genes"]
         filled = [cell for cell in cells if cell.strip()]
         counts = [cell.count(",") + 1 if cell.strip() else 0 for cell in cells]
         row = torch.repeat_interleave(torch.from_numpy(np.array(counts, dtype=np.int64)))
-        # Ten million rows have few distinct texts. Parsing each distinct text once saves most of
-        # the time.
+        # Even ten million rows have few distinct texts, so parsing each distinct text only once
+        # saves most of the time.
         texts = ",".join(filled).split(",") if filled else []
         text_number = {}
         text = number_names(texts, text_number)
         for one in text_number:
             if "\t" in one:
-                problem = f"contain {one!r:.60}, which has a tab, the separator of cells: rename it"
+                problem = (
+                    f"contain {one!r:.60}, which has a tab, but tabs separate cells: rename it"
+                )
                 raise self.error(int(row[texts.index(one)]), "genes", problem)
         parsed = list(map(split_level, text_number))
         names = [name for name, _ in parsed]
         level_of_text = torch.tensor([level for _, level in parsed], dtype=torch.float64)
         if level_of_text.isnan().any():
             wrong = int(level_of_text[text].isnan().nonzero()[0])
-            problem = f"contain {texts[wrong].strip()!r:.60}, which has no name or no level from 0 "
-            problem += "to 10,000 (nodes are separated by commas)"
+            problem = (
+                f"contain {texts[wrong].strip()!r:.60}, which is not a node such as A, or a node "
+                "with a level from 0 to 10,000 such as A=0.3: correct it, and separate nodes by "
+                "single commas"
+            )
             raise self.error(int(row[wrong]), "genes", problem)
         name_number = {}  # two texts may have the same name
         name = number_names(names, name_number)[text]
@@ -149,13 +186,16 @@ class Rows:
         if has_two_levels.any():
             first = int(has_two_levels.nonzero()[0])
             level_text = f"{level[first].item()} and {level[first + 1].item()}"
-            problem = f"have {names[name[first]]} at {level_text}"
+            problem = f"contain {names[name[first]]} at two levels, {level_text}: remove one"
             raise self.error(int(row[first]), "genes", problem)
         return row[is_first], name[is_first], names, level[is_first]
 
 
 def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
-    """Returns the number of each name, long [n]; adds new names to `number`."""
+    """Returns the number of each name, long [n], and adds new names to `number`.
+
+    A new name gets the next number, `len(number)`.
+    """
     for name in dict.fromkeys(names):
         number.setdefault(name, len(number))
     numbers = map(number.__getitem__, names)
@@ -163,24 +203,31 @@ def number_names(names: Sequence[str], number: dict[str, int]) -> Tensor:
 
 
 def stable_order(keys: Tensor) -> Tensor:
-    """Returns a stable argsort of nearly sorted keys; numpy is five times as fast as torch."""
+    """Returns the stable argsort of keys [n], long [n].
+
+    For keys that are nearly sorted, numpy is five times as fast as torch.
+    """
     return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
 
 
 def split_level(text: str) -> tuple[str, float]:
-    """Returns the name and the level of a text `A` or `A=0.3`; the level is nan if either is wrong.
+    """Returns the name and the level in a text `A` or `A=0.3`.
 
-    A level is a number from 0 to 10,000. A higher one would reduce the precision of the others.
+    The level of `A` is 0. The returned level is nan if the name is empty, or if the level is not a
+    number from 0 to 10,000. A larger level would reduce the precision of all other levels.
     """
     name, sign, level_text = text.partition("=")
     name = name.strip()
     level = parse_number(level_text) if sign else 0.0
     is_right = name != "" and 0 <= level <= 1e4
-    return name, abs(level) if is_right else math.nan  # turns -0 into 0
+    return name, abs(level) if is_right else math.nan  # abs changes -0 to 0
 
 
 def parse_number(cell: str) -> float:
-    """Returns the number in a cell; nan if it is missing, inf if it is not a number."""
+    """Returns the number in a cell: nan if it is missing, and inf if it is not a number.
+
+    Unlike in Python, a number must not contain an underscore.
+    """
     try:
         value = float(cell)
     except ValueError:
@@ -189,19 +236,27 @@ def parse_number(cell: str) -> float:
 
 
 def is_missing_name(name: str) -> bool:
-    """Returns whether a text is a usual way to write that a name is missing."""
+    """Returns whether a text means that a name is missing, such as `-` or NA."""
     return name == "-" or math.isnan(parse_number(name))
 
 
 def check_is_no_pipe(path: str) -> None:
-    """Raises `DataError` for a pipe or a device: reading it a second time would wait forever."""
+    """Raises `DataError` for a pipe or a device.
+
+    A table is read more than once, and reading a pipe a second time would wait forever.
+    """
     file = Path(path)
     if file.is_fifo() or file.is_char_device():
-        raise DataError(f"{path} is a pipe, which cannot be read twice: write it to a file")
+        raise DataError(
+            f"{path} is a pipe or a device, which cannot be read twice: write its content to a file"
+        )
 
 
 def unreadable(path: str, error: Exception) -> DataError:
-    """Returns the error for an unreadable file; for a missing one, with the working directory."""
+    """Returns the error for an unreadable file.
+
+    If the file is missing and its path is relative, the message names the working directory.
+    """
     text = f"cannot read {path}: {reason_of(error)}"
     if isinstance(error, FileNotFoundError) and not os.path.isabs(path):
         text += f" (paths are relative to the working directory, {os.getcwd()})"
@@ -210,7 +265,10 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 @contextlib.contextmanager
 def open_table(path: str) -> Iterator[TextIO]:
-    """Opens a table of UTF-8 text, which may be gzipped; raises `DataError` if it is unreadable."""
+    """Opens a table of UTF-8 text, which may be gzipped.
+
+    Raises `DataError` if the file cannot be read or decoded, also while it is open.
+    """
     check_is_no_pipe(path)
     try:
         with open(path, "rb") as file:
@@ -221,7 +279,7 @@ def open_table(path: str) -> Iterator[TextIO]:
     except UnicodeDecodeError:
         raise DataError(
             f"{path} is not UTF-8 text, plain or gzipped: unpack it, or save it as text with tabs, "
-            "for example by pandas' to_csv(..., sep='\\t', index=False)"
+            "for example with to_csv(..., sep='\\t', index=False) of pandas"
         ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from None
@@ -234,10 +292,21 @@ def read_header(
     roles: Sequence[str] = (),
     kept: Container[str] = (),
 ) -> list[str]:
-    """Returns the column names of a table; they must begin with `first`. Raises `DataError`.
+    """Returns the column names of a table, without blanks around them.
 
-    A name that differs from one of `first` or `roles` only in case is replaced by it, unless it is
-    in `kept`. This adds a warning to `notes`. `ALIASES` of the first column are replaced, too.
+    If a name differs from a name in `first` or `roles` only in case, it is replaced by this name.
+    An alias of the first column is replaced, too.
+
+    Args:
+        path: The table.
+        notes: List to which a warning is added for each name that is replaced because of its case.
+        first: Names of the first columns.
+        roles: Names of further columns with a fixed meaning, such as weight.
+        kept: Names that are not replaced.
+
+    Raises:
+        DataError: The table does not begin with the columns `first`, a column does not have a name
+            or has a name with a tab, or two columns have the same name.
     """
     with open_table(path) as file:
         _, cells = next(numbered_rows(path, file), (1, []))
@@ -249,17 +318,23 @@ def read_header(
         if role in (*first, *roles) and name not in kept:
             header[i] = role
             if role not in (name, ALIASES.get(name)):
-                notes.append(f"{path}: the column {name} is read as {role}")
+                notes.append(
+                    f"{path}: the column {name} is read as {role}, because the case of letters is "
+                    "ignored: rename it if it has a different meaning"
+                )
     if header[: len(first)] != list(first):
         text = "\t".join(header)
-        advice = f"it must start with {', '.join(map(repr, first))}"
+        expected = ", ".join(map(repr, first))
+        advice = "rename or reorder the columns"
         if len(header) == 1:
-            advice += ", separated by tabs, not by commas, semicolons or spaces"
-        raise DataError(f"{path}:1: the header is {text!r:.60}: {advice}")
+            advice += ", and separate them by tabs, not by commas, semicolons or spaces"
+        raise DataError(
+            f"{path}:1: the header is {text!r:.60}, but it must start with {expected}: {advice}"
+        )
     for number, name in enumerate(header, 1):
         if not name or "\t" in name:
             problem = "a tab in its name" if name else "no name"
-            raise DataError(f"{path}:1: column {number} has {problem}: remove it, or name it")
+            raise DataError(f"{path}:1: column {number} has {problem}: remove or rename it")
         if header.count(name) > 1:
             raise DataError(f"{path}:1: two columns have the name {name!r:.60}: rename one of them")
     return header
@@ -268,10 +343,11 @@ def read_header(
 def read_rows(
     path: str, header: list[str], skip_blank: bool = True, has_bar: bool = False
 ) -> Iterator[Rows]:
-    """Yields the rows of a table, about `CHUNK` cells at once; raises `DataError`.
+    """Yields the rows of a table, about `CHUNK` cells at once.
 
-    A blank line is skipped; without `skip_blank`, it is a row of empty cells. With `has_bar`, a
-    progress bar counts the bytes of the file.
+    With `skip_blank`, blank lines are skipped. Otherwise, a blank line is a row of empty cells.
+    With `has_bar`, a progress bar shows how many bytes of the file have been read. Raises
+    `DataError` if a line is malformed or if there are no rows.
     """
     is_empty = True
     title = f"reading {Path(path).name}"
@@ -282,7 +358,8 @@ def read_rows(
         rows = whole_rows(path, file, header, skip_blank)
         while True:
             lines = []
-            # One list for all rows: with one list per row, the garbage collector would be busy.
+            # One list contains the cells of all rows, because millions of lists, one for each row,
+            # would slow down the garbage collector.
             cells = []
             for line, row in islice(rows, max(1, CHUNK // len(header))):
                 lines.append(line)
@@ -294,26 +371,38 @@ def read_rows(
             columns = {name: cells[i :: len(header)] for i, name in enumerate(header)}
             yield Rows(path, lines, columns)
     if is_empty:
-        raise DataError(f"{path}: there are no rows below the header")
+        raise DataError(f"{path}: there are no rows below the header: check how it was written")
 
 
 def numbered_rows(path: str, file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number of each line, from 1, and its cells; raises `DataError`."""
+    """Yields the number of each line, counted from 1, and its cells.
+
+    Raises `DataError` if a quoted cell contains a line break, or if quotes are malformed.
+    """
     reader = csv.reader(file, delimiter="\t", strict=True)
     line = 0
     try:
         for line, row in enumerate(reader, 1):
             if reader.line_num != line:
-                raise DataError(f"{path}:{line}: a quoted cell has a line break: remove it")
+                raise DataError(
+                    f"{path}:{line}: a quoted cell contains a line break: remove the line break"
+                )
             yield line, row
     except csv.Error as error:
-        raise DataError(f"{path}:{line + 1}: {error}: quotes must enclose whole cells") from None
+        raise DataError(
+            f"{path}:{line + 1}: this line cannot be split into cells ({error}): put quotes around "
+            "complete cells, or remove them"
+        ) from None
 
 
 def whole_rows(
     path: str, file: TextIO, header: list[str], skip_blank: bool
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yields each row's line number, and as many cells as in the header; raises `DataError`."""
+    """Yields the line number and the cells of each row below the header.
+
+    Raises `DataError` for a row that does not have as many cells as the header. See `read_rows` for
+    `skip_blank`.
+    """
     for line, row in islice(numbered_rows(path, file), 1, None):
         starts_empty = not row or not row[0]
         if skip_blank and starts_empty and not "".join(row).strip():
@@ -321,8 +410,9 @@ def whole_rows(
         if not row:
             row = [""] * len(header)
         if len(row) != len(header):
-            problem = f"{len(row)} cells, but the header has {len(header)}"
+            problem = f"this line has {counted(len(row), 'cell')}, but the header has {len(header)}"
+            advice = "add or remove cells, or correct the header"
             if len(row) == len(header) + 1 and row[-1].strip():
-                problem += ": if the first one is a row name of R, write with row.names=FALSE"
-            raise DataError(f"{path}:{line}: {problem}")
+                advice = "if the first cell is a row name of R, write with row.names=FALSE"
+            raise DataError(f"{path}:{line}: {problem}: {advice}")
         yield line, row

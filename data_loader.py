@@ -16,17 +16,19 @@ from ddp_ends import StopRequest
 
 
 class StepSampler(DistributedSampler):
-    """Batch sampler that yields this rank's row numbers of each micro-batch, as a list.
+    """A batch sampler that yields this rank's micro-batches, as lists of row numbers.
 
-    Each epoch has one permutation of the rows, which depends on (seed, epoch). A step has the same
-    `batch_size` rows for any world size. The last step of an epoch has the remaining rows. Rows
-    that do not divide evenly are padded with -1.
+    Each epoch has a random order of the rows, which depends only on the seed and the epoch. A step
+    has the next `batch_size` rows of this order, and the last step of an epoch has the remaining
+    rows. The rows of a step are divided among all ranks and micro-batches, so a step has the same
+    rows for any world size. DistributedSampler would repeat some rows to give each rank the same
+    number of rows. This sampler pads with the row number -1 instead, whose weight in the loss is 0.
     """
 
     def __init__(
         self, rows: Tensor, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int
     ):
-        self.rows = rows.int()  # int32, because there may be ten million rows
+        self.rows = rows.int()  # int32 saves memory if there are millions of rows
         super().__init__(self.rows, num_replicas=world_size, rank=rank, seed=seed)
         self.batch_size = batch_size
         self.accumulate = accumulate
@@ -34,7 +36,10 @@ class StepSampler(DistributedSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Sets the next epoch, and the number of its steps to skip in a resumed run."""
+        """Selects the epoch of the next iteration.
+
+        A resumed run skips the steps of the epoch before `first_step`.
+        """
         super().set_epoch(epoch)
         self.first_step = first_step
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -54,6 +59,7 @@ class StepSampler(DistributedSampler):
             size = math.ceil(len(rows) / num_batches)
             padded = rows.new_full((num_batches * size,), -1)
             padded[: len(rows)] = rows
+            # In each micro-batch, the rows are dealt to the ranks in turn.
             dealt = padded.view(self.accumulate, size, self.num_replicas)
             yield from dealt[:, :, self.rank].tolist()
 
@@ -64,8 +70,11 @@ def make_loader(
     workers: int,
     device: torch.device,
 ) -> DataLoader:
-    """Returns a loader of the batches with these row numbers, on the CPU; the dataset collates."""
-    pin = device.type == "cuda"
+    """Returns a DataLoader that yields a batch, on the CPU, for each list of row numbers.
+
+    The dataset builds a complete batch from the list, so the loader does not have to collate.
+    """
+    pin = device.type == "cuda"  # pinned memory allows asynchronous copies to the GPU
     return DataLoader(
         dataset,
         batch_sampler=batches,
@@ -74,7 +83,7 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=_start_worker,
-        # NCCL does not survive a fork.
+        # A process that uses NCCL must not be forked.
         multiprocessing_context="spawn" if pin and workers else None,
     )
 
@@ -84,7 +93,7 @@ def _start_worker(worker_id: int) -> None:
     # often to 1,024.
     torch.multiprocessing.set_sharing_strategy("file_system")
     Queue._on_queue_feeder_error = staticmethod(_end_worker)
-    # torchrun also sends signals to workers, but only their rank should react, and stops them.
+    # torchrun also sends signals to workers. Only their rank should react to them: it stops them.
     for number in StopRequest.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -92,7 +101,8 @@ def _start_worker(worker_id: int) -> None:
 def _end_worker(error: Exception, batch: Any) -> None:
     # Otherwise, the rank would wait forever for a batch that cannot be sent.
     print(
-        f"error: a DataLoader worker cannot send a batch, is /dev/shm full? {error}",
+        f"error: a DataLoader worker cannot send a batch ({error}): if /dev/shm is full, free some "
+        "space there, or set data.workers=0",
         file=sys.stderr,
         flush=True,
     )

@@ -1,7 +1,10 @@
-"""Warnings for the log about possible mistakes in tables, and names that are rejected.
+"""Warnings for the log about probable mistakes in tables, and errors for names that are not nodes.
 
-`notes_on` is called once, after reading, and `notes_on_training` at each start. A name that has an
-edge is a node. Other names may be misspelt nodes, or controls.
+`notes_on` is called once, after the tables have been read. Its warnings are stored with them.
+`notes_on_training` is called at each start, because its warnings also depend on the options.
+
+A name is known to be a node if it has an edge. Each other name may be a misspelt node, the name of
+a control, or a node without edges.
 
 Shapes: N nodes, n rows of T targets.
 """
@@ -18,22 +21,25 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from data_cells import Rows, is_missing_name, parse_number
+from errors import counted
 from losses import are_binary
 from metrics import effective_share, weighted_mean
 from parts import is_here
 
-OUTLYING = 0.25  # above this share of the variance, there is a warning about a row
-FAR = 5  # a value that is this many ranges away from all others may be a code
-HUGE = 30  # and this many times as large as the largest other value
-NINES = (99.0, 999.0, 9999.0, 99999.0)  # values of these sizes may be codes even if they are closer
-FEWEST_SCORES = 50  # a column with fewer scores is not checked: one score may have a large share
-FEW_TARGETS = 20  # up to this number, each target is checked separately
-FEW_VALUES = 10  # with fewer rows or values than this, there are no warnings about them
-PERCENT = 10  # if all levels are above 1 and the largest is at least this, they may be percentages
-FEW_RELATIONS = 20  # up to this number of relations, their names may be numbers
-FEW = 0.1  # effective share of the rows, below which there is a warning about weights
+OUTLYING = 0.25  # largest share of a score's variance that a row may have without a warning
+# A value may be a code for missing values if its distance to all other values is more than FAR
+# times their range, and if its size is more than HUGE times the size of the largest of them.
+FAR = 5
+HUGE = 30
+NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of values that may be codes at smaller distances
+FEWEST_SCORES = 50  # with fewer scores, a single one may have a large share of the variance
+FEW_TARGETS = 20  # largest number of targets that are checked separately
+FEW_VALUES = 10  # smallest number of rows or values for a warning about them
+PERCENT = 10  # levels may be percentages if all are above 1 and the largest is at least this
+FEW_RELATIONS = 20  # largest number of relations that may be numbers without a warning
+FEW = 0.1  # smallest effective share of the training rows without a warning about weights
 SHOWN = 10  # largest number of names in a warning
-# Matches the `words_of` the name of a column that is next to scores, but is probably not a score.
+# Matches the words of a column's name, from `words_of`, if the column is probably not a score.
 NO_SCORE = re.compile(
     r"p|batch|plate|well|replicate|rep|level|fold|dose|concentration|temperature|weights"
     r"|(batch|plate|well|replicate) (id|number)|(n|num|number of) .+"
@@ -41,11 +47,12 @@ NO_SCORE = re.compile(
     r"|(.+ )?(standard (error|deviation)|variance)( .+)?"
 )
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
-# Matches what spreadsheets, and then pandas, make of MARCH1.
+# Matches the dates into which spreadsheets, and then pandas, convert names such as MARCH1.
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
 # Also matches MAR1, MARC1, MARCH1, SEPT1 and their newer names MARCHF1 and SEPTIN1.
 MONTH = re.compile(rf"0?(\d+)-({MONTHS})|({MONTHS})(?:C|CH|CHF|T|TIN)?-?0?(\d+)", re.IGNORECASE)
-SIGNS = r"[\W_]+"  # characters between the words of a name
+SIGNS = r"[\W_]+"  # matches the characters between the words of a name
+# Matches the letters of a control's name.
 CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontargeting)+")
 JOINTS = set("+;|:/&_ ")  # characters that users write between names instead of a comma
 
@@ -53,10 +60,15 @@ JOINTS = set("+;|:/&_ ")  # characters that users write between names instead of
 def notes_on(
     tables: Any, files: Sequence[str], described: Mapping, row: Tensor, are_chosen: bool
 ) -> Iterator[str]:
-    """Yields warnings about the `Tables` of files: edges, knock-outs, and features or "".
+    """Yields warnings about tables that have been read from files.
 
-    `described` maps each name in the file of features to its values, [F]. `row`, long [total], is
-    the row of each name in `genes`. `are_chosen` says whether data.scores lists the scores.
+    Args:
+        tables: The `Tables`.
+        files: Paths of the tables of edges, knock-outs and features; the last may be "".
+        described: {name: values [F]} for each row in the table of features.
+        row: The row of each name in the column genes, long [total]. Unlike `tables.perturbed`, it
+            includes nodes at level 1.
+        are_chosen: Whether data.scores lists the scores.
     """
     edges, perturbations, features = files
     connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
@@ -72,48 +84,71 @@ def notes_on(
 
 
 def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
-    """Yields warnings about `Tables` with a split, and suggests options of a `Config`."""
+    """Yields warnings about `Tables` with a split, and about options of a `Config` for them."""
     are_nodes = set(tables.targets) <= set(tables.genes)
     if are_nodes and config.model.readout != "nodes" and is_here("model_nodes"):
-        yield "all scores are named after nodes: consider model.readout=nodes"
+        yield (
+            "all scores are named after nodes of the graph, but model.readout="
+            f"{config.model.readout} does not read them from the states of these nodes: if each "
+            "score is an effect on its node, set model.readout=nodes"
+        )
     if config.optim.loss == "squared" and are_binary(tables.y):
-        yield "all scores are 0 or 1: consider optim.loss=binary, which predicts probabilities"
+        yield (
+            "all scores are 0 or 1, but optim.loss=squared treats them as measurements: if they "
+            "are classes, set optim.loss=binary to predict probabilities"
+        )
     share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
     if share < FEW:
         yield (
-            "because their weights are very unequal, the training rows count as much as "
-            f"{share:.1%} of them would with equal weights"
+            "a few training rows have most of the weight, so the training rows count as much as "
+            f"{share:.1%} of them would with equal weights: check the largest values of the column "
+            "weight, or the smallest values of the column sd"
         )
     is_perturbed = tables.perturbed_ptr.diff() > 0  # intact controls should be in every split
-    has_nodes = is_like_training(tables, with_levels=False) & is_perturbed
-    has_levels = is_like_training(tables, with_levels=True)
-    same = "have the same nodes and levels as training rows: check the column split"
-    yield from note_on_shared(tables, has_nodes & has_levels, same)
-    other = (
-        "have the same nodes as training rows, at other levels: data.split=sets puts such rows "
-        "into the same split"
+    shares_nodes = is_like_training(tables, with_levels=False) & is_perturbed
+    shares_levels = is_like_training(tables, with_levels=True)
+    same = (
+        "have the same nodes and levels as training rows, so their metrics do not show how well "
+        "new samples are predicted: check the column split"
     )
-    yield from note_on_shared(tables, has_nodes & ~has_levels, other)
+    yield from note_on_shared(tables, shares_nodes & shares_levels, same)
+    different = (
+        "have the same nodes as training rows, at different levels, so their metrics do not show "
+        "how well new sets of nodes are predicted: to keep such rows in the same split, set "
+        "data.split=sets or change the column split"
+    )
+    yield from note_on_shared(tables, shares_nodes & ~shares_levels, different)
 
 
 def is_like_training(tables: Any, with_levels: bool) -> Tensor:
-    """Returns whether a training row has the same nodes (and levels) as each row, bool [n]."""
+    """Returns whether each row has the same nodes as some training row, bool [n].
+
+    If `with_levels`, the levels of the nodes must be the same, too.
+    """
     set_code = tables.set_code(tables.node_code(with_levels))
     return torch.isin(set_code, set_code[tables.is_in("train")])
 
 
 def note_on_shared(tables: Any, is_shared: Tensor, problem: str) -> Iterator[str]:
-    """Yields a warning if some of the shared rows, bool [n], are in test or validation."""
-    num_test = (is_shared & tables.is_in("test")).sum()
-    num_val = (is_shared & tables.is_in("val")).sum()
+    """Yields a warning with this problem if some test or validation rows are shared.
+
+    `is_shared` is whether each row has the same nodes, or nodes and levels, as a training row,
+    bool [n].
+    """
+    num_test = int((is_shared & tables.is_in("test")).sum())
+    num_val = int((is_shared & tables.is_in("val")).sum())
     if num_test + num_val > 0:
-        yield f"{num_test:,} test rows and {num_val:,} validation rows {problem}"
+        yield f"{counted(num_test, 'test row')} and {counted(num_val, 'validation row')} {problem}"
 
 
 def details(tables: Any) -> str:
-    """Returns a text about rows, columns, scores, nodes and features, for the log."""
-    count = torch.bincount(tables.perturbed_ptr.diff())
-    rows = [f"{count[size]:,} of {size}" for size in count.nonzero().flatten().tolist()]
+    """Returns the numbers of rows, scores, nodes and features, as a text for the log."""
+    count = torch.bincount(tables.perturbed_ptr.diff()).tolist()
+    rows = [
+        f"{counted(number, 'row')} with {counted(size, 'knock-out')}"
+        for size, number in enumerate(count)
+        if number
+    ]
     present = (~tables.y.isnan()).sum(dim=0).tolist()
     scores = [f"{number:,}" for number in present]
     if len(present) > SHOWN:
@@ -123,33 +158,37 @@ def details(tables: Any) -> str:
     num_unseen = (~tables.is_seen().any(dim=1)[perturbed]).sum()
     num_isolated = (~np.isin(perturbed, tables.edge_index)).sum()  # ten times as fast as torch
     texts = [
-        f"rows by number of knock-outs: {', '.join(rows)}; {num_sets:,} distinct sets",
-        f"{(tables.split < 0).sum():,} rows in no split",
+        f"{', '.join(rows)}; {counted(num_sets, 'distinct set')}",
+        f"{counted(int((tables.split < 0).sum()), 'row')} in no split",
         f"rows with each score: {', '.join(scores)}",
-        f"{len(perturbed):,} knocked-out nodes, {num_isolated:,} of them without edges, "
-        f"{num_unseen:,} in no training row",
+        f"{counted(len(perturbed), 'knocked-out node')}, {num_isolated:,} of them without edges, "
+        f"{num_unseen:,} in no training row with a score",
     ]
     if tables.left_out:
         texts.append(f"unused columns: {', '.join(tables.left_out)}")
     if tables.feature_names:
         is_bare = (tables.features == 0).all(dim=1)  # features are standardised, and 0 if missing
         num_features = tables.features.size(1)
-        texts.append(f"{num_features:,} node features; {is_bare.sum():,} nodes have none")
+        num_bare = int(is_bare.sum())
+        texts.append(
+            f"{counted(num_features, 'node feature')}; {counted(num_bare, 'node')} without features"
+        )
     return "; ".join(texts)
 
 
 # ---- Samples -------------------------------------------------------------------------------------
 def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
-    """Yields warnings about scores with such a share of the variance that they dominate the loss.
+    """Yields warnings about rows that dominate the loss, with the line of the file.
 
-    With more than `FEW_TARGETS` columns, it warns about rows that do so on average.
+    Such a row has more than the share `OUTLYING` of the variance of a score. If there are more than
+    `FEW_TARGETS` scores, the mean of its shares over all scores is compared instead.
     """
     weight = tables.score_weight(slice(None))
     # Not `mean_and_std`, whose median takes seconds.
     mean = weighted_mean(tables.y.nan_to_num(), weight)
     squares = weight * (tables.y - mean).nan_to_num().square()
     shares = (squares / squares.sum(dim=0)).nan_to_num()
-    # If there are few scores, or only scores of 0 and 1, any of them may have such a share.
+    # In a column of few scores, or of zeros and ones, a large share does not mean a mistake.
     is_missing = tables.y.isnan()
     is_binary = ((tables.y == 0) | (tables.y == 1) | is_missing).all(dim=0)
     shares[:, is_binary | ((~is_missing).sum(dim=0) < FEWEST_SCORES)] = 0
@@ -158,32 +197,37 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
         names = [f"all {len(names):,} scores"]
         shares = shares.mean(dim=1, keepdim=True)
     for row, k in (shares > OUTLYING).nonzero().tolist():
-        # A custom reader may not set the lines.
+        # A custom reader may not set the lines. Rows are then counted from 0.
         place = f": row {row}" if tables.line is None else f":{tables.line[row]}"
         yield (
             f"{path}{place}: this row accounts for {shares[row, k]:.0%} of the variance of "
-            f"{names[k]:.60}: remove it, give it a small weight, or clip or rank the scores"
+            f"{names[k]:.60}, so it may dominate the loss: remove it, give it a small weight, or "
+            "clip or rank the scores"
         )
 
 
 def notes_on_codes(path: str, names: Sequence[str], columns: Tensor) -> Iterator[str]:
-    """Yields warnings about `codes` in columns [n, F], such as -999 for a missing value."""
+    """Yields warnings about `codes` in columns [n, F], such as -999 for a missing value.
+
+    Checks at most `FEW_TARGETS` columns: if there are more, it yields nothing.
+    """
     if len(names) > FEW_TARGETS:
         return
     for name, values in zip(names, columns.unbind(1), strict=True):
         for code in codes(values).tolist():
             yield (
                 f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
-                f"{code:g}, far from all others: if this is a code for missing values, leave "
-                "these cells empty"
+                f"{code:g}, far from all other values, and are read as numbers: if {code:g} means "
+                "that a value is missing, leave these cells empty"
             )
 
 
 def codes(values: Tensor) -> Tensor:
-    """Returns the smallest and the largest of a column's values [n] if these may be codes.
+    """Returns the values of a column [n] that may be codes for missing values: none, one or two.
 
-    A code occurs in several rows, and is far from all other values and large compared to them;
-    zeros of dead strains are not codes. A code that consists of nines may be closer.
+    Only the smallest and the largest value can be codes. A code occurs in several rows, is far
+    from all other values, and is large compared to them. For example, the zeros of dead strains
+    are not codes, because they are not large. Codes that consist of nines may be closer.
     """
     present = values[~values.isnan()]
     if len(present) < FEW_VALUES:
@@ -201,28 +245,39 @@ def codes(values: Tensor) -> Tensor:
 
 
 def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
-    """Yields a warning about columns whose names suggest that they are not scores."""
+    """Yields a warning about columns whose names suggest that they are not scores.
+
+    There is no warning about names of nodes, or about a table with a single score.
+    """
     others = [name for name in tables.targets if NO_SCORE.fullmatch(words_of(name))]
     others = [name for name in others if name not in tables.genes]
     if others and len(tables.targets) > 1:
         yield (
-            f"{path}: all {len(tables.targets):,} columns are used as scores, but some do not look "
-            f"like scores: {', '.join(others[:SHOWN])}: list the scores in data.scores"
+            f"{path}: all {len(tables.targets):,} columns are used as scores, so the model is "
+            "trained to predict all of them, but the names of some suggest that they are not "
+            f"scores ({', '.join(others[:SHOWN])}): list the scores in data.scores"
         )
 
 
 def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
-    """Yields warnings about levels and intact rows; `row`, long [total], is that of each name."""
+    """Yields warnings about levels and empty cells that probably have a different meaning.
+
+    `row` is the row of each name in the column genes, long [total], as in `notes_on`.
+    """
     num_nodes = tables.perturbed_ptr.diff()
     is_named = torch.bincount(row, minlength=len(num_nodes)) > 0
     half = deviation(tables.y[num_nodes > 0]).nan_to_num() / 2
+    varied = (
+        "so they are read as intact samples, but their scores vary more than half as much as the "
+        "scores of other rows, whereas replicates of one sample should have similar scores"
+    )
     lost = (
-        "have an empty cell and count as intact samples, but their scores vary like those of other "
-        "rows: if names were lost, for example when mapping identifiers, remove these rows"
+        f"have an empty cell in the column genes, {varied}: if names were lost, for example when "
+        "identifiers were mapped, remove these rows"
     )
     intact = (
-        "have only nodes at level 1 and count as intact samples, but their scores vary like those "
-        "of other rows: if 1 means a knock-out, write A or A=0"
+        f"have only nodes at level 1, {varied}: if level 1 means a knock-out, write A or A=0 "
+        "instead of A=1"
     )
     for problem, has_reason in {lost: ~is_named, intact: is_named}.items():
         is_intact = (num_nodes == 0) & has_reason
@@ -232,38 +287,44 @@ def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
     level = tables.level[tables.level > 0]
     if len(level) >= FEW_VALUES and level.min() > 1 and level.max() >= PERCENT:
         yield (
-            f"{path}: all levels are above 1, up to {level.max():g}: if they are percentages, "
-            "divide them by 100"
+            f"{path}: all positive levels are above 1, so messages of these nodes are multiplied "
+            f"by up to {level.max():g}: if the levels are percentages, divide them by 100"
         )
     num_levels = torch.bincount(tables.sample()[tables.level != 0], minlength=len(num_nodes))
     fewest = min((num_nodes == 1).sum(), (num_nodes > 1).sum())
     if fewest >= FEW_VALUES and (num_levels[num_nodes > 0] == 1).all():
-        advice = "to give both this level, write A=0.2,B=0.2"
         yield (
-            f"{path}: every set has exactly one level, also sets of several nodes: A,B=0.2 deletes "
-            f"A and keeps 0.2 of B; {advice}"
+            f"{path}: every set has exactly one level, even if it has several nodes, but a level "
+            "only applies to the node before it, so A,B=0.2 deletes A and keeps 0.2 of B: to give "
+            "both nodes this level, write A=0.2,B=0.2"
         )
 
 
 def deviation(values: Tensor) -> Tensor:
-    """Returns the standard deviation of values [n, T], nan if there are none, [T]."""
+    """Returns the standard deviation of each column of values [n, T], [T].
+
+    Missing values are ignored. The result is nan for a column without values.
+    """
     return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
 
 
 def notes_on_relations(tables: Any, path: str) -> Iterator[str]:
-    """Yields a warning if relations are numbers, such as scores of edges in the wrong column."""
+    """Yields a warning if many relations are numbers, because these may be scores of edges."""
     numbers = [name for name in tables.relations if abs(parse_number(name)) < float("inf")]
     if len(numbers) > FEW_RELATIONS:
         yield (
-            f"{path}: {len(numbers):,} relations are numbers, such as {numbers[0]:.60}: if these "
-            "are scores of edges, rename the column to weight, and add a column with the relation"
+            f"{path}: {len(numbers):,} relations are numbers, such as {numbers[0]:.60}, and the "
+            "model has separate parameters for each relation: if these numbers are scores of "
+            "edges, rename the column to weight, and add a column relation"
         )
 
 
 def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yields warnings about the features of nodes, and about names that are not nodes.
+    """Yields warnings about values of features, and about names in their file that are not nodes.
 
-    `described` has the values of each name in the file, [F].
+    `described` is {name: values [F]} for each row of the file. There is no warning about names if
+    they have no `meanings` and, in addition, at least half of them are nodes or at least half of
+    the nodes have features: a file may describe more nodes than the graph has.
     """
     nodes = set(tables.genes)
     unknown = [name for name in described if name not in nodes]
@@ -271,17 +332,18 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
     meaning_of = meanings(unknown, lacking)
     are_most = 2 * len(unknown) > len(described) and 2 * len(lacking) > len(nodes)
     if are_most or meaning_of:
-        count = f"{len(unknown):,} of {len(described):,} names are not in the other tables"
-        yield f"{path}: {text_on_names(count, are_most, unknown, meaning_of)}"
+        count = f"the other tables do not contain {len(unknown):,} of {len(described):,} names"
+        effect = "whose features are therefore not used"
+        yield f"{path}: {text_on_names(count, effect, are_most, unknown, meaning_of)}"
     yield from notes_on_codes(path, tables.feature_names, torch.stack(list(described.values())))
 
 
 # ---- Names ---------------------------------------------------------------------------------------
 def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
-    """Yields a warning about knocked-out nodes that are not `connected` by an edge, if necessary.
+    """Yields a warning about knocked-out nodes without an edge, which may be misspelt.
 
-    It is not necessary if none of the names has one of the `meanings`, and they are less than half
-    of all names.
+    `connected` has the names of all nodes with an edge. There is no warning if the names have no
+    `meanings` and are less than half of the knocked-out nodes.
     """
     known = set(connected)
     perturbed = [tables.genes[node] for node in tables.perturbed.unique().tolist()]
@@ -289,28 +351,43 @@ def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> It
     meaning_of = meanings(unknown, connected)
     are_most = 2 * len(unknown) >= len(perturbed) > 0
     if are_most or meaning_of:
-        count = f"{len(unknown):,} of {len(perturbed):,} knocked-out nodes have no edge"
-        yield f"{path}: {text_on_names(count, are_most, unknown, meaning_of)}"
+        share = f"{len(unknown):,} of {len(perturbed):,} knocked-out nodes"
+        count = f"the table of edges does not contain {share}"
+        effect = "about which the graph therefore has no information"
+        yield f"{path}: {text_on_names(count, effect, are_most, unknown, meaning_of)}"
 
 
 def text_on_names(
-    count: str, are_most: bool, unknown: Sequence[str], meaning_of: Mapping[str, str]
+    count: str, effect: str, are_most: bool, unknown: Sequence[str], meaning_of: Mapping[str, str]
 ) -> str:
-    """Returns a text about unknown names and their number, in capitals if they are the majority."""
-    text = f"{count.upper() if are_most else count}: {some_names(unknown, meaning_of)}"
-    return text if meaning_of else f"{text}: check that all tables use the same names"
+    """Returns a warning about unknown names: their number, the effect, advice, and some names.
+
+    The number is in capitals if `are_most`, that is, if the names are a large share of all names.
+    """
+    advice = "check that all tables use the same names"
+    if meaning_of:
+        advice = "correct these names if the meaning in brackets is right"
+    names = some_names(unknown, meaning_of)
+    return f"{count.upper() if are_most else count}, {effect}: {advice}: {names}"
 
 
 def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
-    """Returns up to ten of the names as a text; names with a meaning come first, followed by it."""
+    """Returns up to `SHOWN` of the names as a text, such as "g0 (G0?), x".
+
+    Names that have a meaning come first, followed by this meaning.
+    """
     shown = [f"{name} ({meaning_of[name]}?)" for name in names if name in meaning_of]
     shown += [name for name in names if name not in meaning_of]
     return f"{', '.join(shown[:SHOWN]):.500}"
 
 
 def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
-    """Returns the probable meaning of names that are not nodes: a node, or a spreadsheet's date."""
-    # Of several nodes with the same spelling, the first.
+    """Returns {name: probable meaning} for names that are not nodes, if they have a meaning.
+
+    A meaning is a node with almost the same spelling, a list of nodes, or an explanation, such as
+    "a spreadsheet's date".
+    """
+    # If nodes differ only in signs or case, the first of them is the meaning.
     node_of = {without_signs(node): node for node in reversed(nodes)}
     node_of.pop("", None)
     nodes_of_month = defaultdict(list)
@@ -326,7 +403,7 @@ def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
         dated = nodes_of_month[month] if month else []
         if joined or same:
             meaning_of[name] = ",".join(joined) or same
-        elif any(map(DATE.fullmatch, [name, *dated])):  # one of the two was made by a spreadsheet
+        elif any(map(DATE.fullmatch, [name, *dated])):  # a spreadsheet changed the name or a node
             meaning_of[name] = " or ".join(dated) or "a spreadsheet's date"
         elif name.isdigit() and len(name) < 3 and not have_number:
             meaning_of[name] = "part of a name with a comma"
@@ -334,9 +411,10 @@ def meanings(unknown: Sequence[str], nodes: Sequence[str]) -> dict[str, str]:
 
 
 def nodes_joined(name: str, nodes: Container[str]) -> tuple[str, list[str]]:
-    """Returns the characters between the nodes in a name, and these nodes; [] if it is not a list.
+    """Returns the characters between nodes in a name, and the nodes: "+" and [A, B] for A+B.
 
-    Controls among them are left out. A number such as 7.0, which pandas writes, is not a list.
+    The list of nodes is empty if the name does not consist of nodes. Controls between the nodes
+    are left out. A number such as 7.0, which pandas writes, does not join nodes.
     """
     for joint in (" x ", *re.findall(SIGNS, name)):
         texts = [text.strip() for text in name.split(joint) if text.strip()]
@@ -347,7 +425,10 @@ def nodes_joined(name: str, nodes: Container[str]) -> tuple[str, list[str]]:
 
 
 def without_signs(name: str) -> str:
-    """Returns a name's letters and digits in lower case, with a blank where signs part digits."""
+    """Returns the letters and digits of a name in lower case, to compare spellings.
+
+    Signs between two digits become a blank, so that x1.2 and x12 remain different.
+    """
     plain = unicodedata.normalize("NFKC", name).casefold()
     pieces = re.split(rf"(?<=\d){SIGNS}(?=\d)", plain)
     return " ".join(re.sub(SIGNS, "", piece) for piece in pieces)
@@ -360,7 +441,10 @@ def words_of(name: str) -> str:
 
 
 def month_of(name: str) -> str:
-    """Returns month and number, such as MAR 1, of `1-Mar`, `Mar-01`, MAR1 or MARCH1; else ""."""
+    """Returns the month and the number in a name: "MAR 1" for `1-Mar`, `Mar-01`, MAR1 or MARCH1.
+
+    The result is "" for any other name.
+    """
     match = MONTH.fullmatch(name)
     return f"{match[2] or match[3]} {match[1] or match[4]}".upper() if match else ""
 
@@ -369,9 +453,15 @@ def month_of(name: str) -> str:
 def check_names(
     rows: Rows, row: Tensor, name: Tensor, names: Sequence[str], nodes: Container[str]
 ) -> None:
-    """Raises `DataError` for the first name that is not a node and is `misread`.
+    """Raises `DataError` for the first name that is not in `nodes` and is probably not a node.
 
-    `row` and `name`, long [total], are the row of each perturbed node and the number of its name.
+    Args:
+        rows: The rows in which the names occur, for the error.
+        row: The row of each perturbed node, long [total].
+        name: The index of its name in `names`, long [total].
+        names: The distinct names.
+        nodes: The known names of nodes: in a table for training, the names with an edge; in a table
+            to predict, the names of all nodes of the graph.
     """
     unknown = [number for number, text in enumerate(names) if text not in nodes]
     first_row = scatter(row, name, dim_size=len(names), reduce="min") if unknown else row
@@ -380,26 +470,37 @@ def check_names(
         first = int(first_row[number])
         problem = misread(text, nodes)
         if text.isdigit() and re.search(rf"=\s*\d+,\s*{text}\s*(,|$)", rows.cells["genes"][first]):
-            problem = "a level with a decimal comma: write a decimal point"
+            problem = (
+                "a level with a decimal comma, but commas separate nodes: write a decimal point"
+            )
         if problem:
             raise rows.error(first, "genes", f"contain {problem}")
 
 
 def misread(name: str, nodes: Container[str]) -> str:
-    """Returns the problem with a name that is not a node; "" if it may be a node without edges."""
+    """Returns the problem with a name that is not in `nodes`, and what to do.
+
+    The result is "" if the name may be a node without edges.
+    """
     a_node = "if it is a node, give it an edge, such as a self-loop"
     joint, joined = nodes_joined(name, nodes)
     if is_missing_name(name):
-        return f"the missing value {name}: leave the cell empty for an intact sample"
+        return (
+            f"the missing value {name}, which cannot be the name of a node: write the name that is "
+            "missing, or leave the cell empty if the sample is intact"
+        )
     if is_control(name):
-        return f"the control {name}: leave the cell empty for an intact sample; {a_node}"
+        return (
+            f"the control {name}, which is not a node: remove it, so that the cell is empty for an "
+            f"intact sample, or, {a_node}"
+        )
     if joined and JOINTS.issuperset(joint):
-        return f"{name}, which joins several names: write {','.join(joined)}; {a_node}"
+        return f"{name}, which joins names without a comma: write {','.join(joined)} or, {a_node}"
     return ""
 
 
 def is_control(name: str) -> bool:
-    """Returns whether a name is one that users write for an intact sample."""
+    """Returns whether a name probably means an intact sample, such as wild-type or control 1."""
     unnumbered = re.sub(r"[_\s]+\d+$", "", name)
     letters = re.sub(r"[\W_]+", "", unnumbered)
     return CONTROL.fullmatch(letters.lower()) is not None

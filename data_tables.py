@@ -1,7 +1,7 @@
 """From files to `Tables`: the graph, and the samples measured on it.
 
-`read_edges`, `read_knockouts` and `read_features` read the three tables, whose format
-docs/tables.md describes. All files may be gzipped (`.gz`), and any cell may be quoted.
+`read_edges`, `read_knockouts` and `read_features` read the three tables. docs/tables.md describes
+their format. All files may be gzipped, and any cell may be quoted.
 
 Shapes: N nodes of F features, E edges, n samples of T targets.
 """
@@ -25,10 +25,11 @@ from errors import DataError
 from metrics import standardise
 from parts import optional
 
-MIXING = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
-# The fingerprint leaves out these fields: descriptions of the files, and the source of `weight`.
+MIXING = -0x61C8864680B583EB  # 2**64 / golden ratio, interpreted as a signed number
+# Fields that are not part of the fingerprint: descriptions of the files, and `sd`, which `weight`
+# replaces.
 OF_FILES = ("left_out", "notes", "line", "feature_names", "sd")
-# Fields of the graph, and the names of the scores: all that graph.pt needs for predictions.
+# Fields that graph.pt contains for predictions: the fields of the graph, and the names of scores.
 OF_GRAPH = (
     "genes",
     "relations",
@@ -50,12 +51,13 @@ class Tables:
     edge_index: Tensor  # long [2, E], sorted by relation
     edge_type: Tensor  # long [E], index into `relations`
     perturbed: Tensor  # long [total], the perturbed nodes of all samples, concatenated
-    # long [n + 1]; sample i has those from ptr[i] to ptr[i + 1], without duplicates
+    # long [n + 1]; sample i perturbs the nodes perturbed[ptr[i]:ptr[i + 1]], each only once
     perturbed_ptr: Tensor
     y: Tensor  # float64 [n, T], or [n]; the scores, nan if missing
     split: Tensor | None = None  # int8 [n], index of `SPLITS`, -1 for rows in no split
-    weight: Tensor | None = None  # float64 [n], weight of each sample in the loss
-    # float64 [n], standard deviation of each sample's scores; its weight is then 1 / sd**2
+    # float64 [n], weight of each sample in the loss; None: 1 / sd**2 or, without `sd`, 1
+    weight: Tensor | None = None
+    # float64 [n], standard deviation of each sample's scores; None: unknown
     sd: Tensor | None = None
     targets: Sequence[str] = ("score",)  # name of each score
     left_out: Sequence[str] = ()  # columns of the table of knock-outs that are not read
@@ -119,11 +121,19 @@ class Tables:
             yield name if level == 0 else f"{name}={level:.15g}"
 
     def set_number(self, with_levels: bool = True) -> Tensor:
-        """Returns the number of each row's set of nodes and levels, by first row, long [n]."""
+        """Returns the number of the set of each row, long [n].
+
+        Rows with the same nodes and levels have the same number. Without `with_levels`, rows with
+        the same nodes have the same number. The sets are numbered from 0, in the order of their
+        first rows.
+        """
         return number_in_order(self.set_code(self.node_code(with_levels)))
 
     def node_code(self, with_levels: bool = True) -> Tensor:
-        """Returns a 64-bit code of each perturbed node and its level, long [total]."""
+        """Returns a 64-bit code of each perturbed node, long [total].
+
+        The code depends on the node and, with `with_levels`, also on its level.
+        """
         codes = np.random.default_rng(0).integers(-(2**63), 2**63, len(self.genes))
         codes = torch.from_numpy(codes)[self.perturbed]
         if not with_levels:
@@ -137,25 +147,34 @@ class Tables:
     def set_code(self, node_code: Tensor) -> Tensor:
         """Returns the sum of the codes of each row's nodes, long [n].
 
-        Equal sets have equal sums. Any two different sets among the rows have equal sums with a
-        probability of about n * n / 2**57.
+        Equal sets have equal sums. The probability that any two different sets among the rows have
+        equal sums is about n * n / 2**57.
         """
         return scatter(node_code, self.sample(), dim_size=len(self.y))
 
     def is_seen(self) -> Tensor:
-        """Returns whether a training row with the score perturbs the node, bool [N, T]."""
+        """Returns whether each node is seen for each score, bool [N, T].
+
+        A node is seen for a score if a training row that has the score perturbs the node.
+        """
         is_trained = self.is_in("train").unsqueeze(1) & ~self.y.isnan()
         count = scatter(is_trained[self.sample()].int(), self.perturbed, dim_size=len(self.genes))
         return count > 0
 
     def unseen(self, split: str) -> Tensor:
-        """Returns the number of unseen nodes in each row of a split, int [rows, T]."""
+        """Returns the number of nodes in each row of a split that are unseen, int [rows, T].
+
+        There is a column for each score, because a node may be unseen for some scores only.
+        """
         is_unseen = ~self.is_seen()[self.perturbed]
         num_unseen = scatter(is_unseen.int(), self.sample(), dim_size=len(self.y))
         return num_unseen[self.is_in(split)]
 
     def unseen_share(self, split: str) -> float:
-        """Returns the share of a split's perturbed nodes that are unseen, over all scores."""
+        """Returns the share of the perturbed nodes of a split that are unseen, over all scores.
+
+        A perturbed node counts once for each score that its row has.
+        """
         rows = self.rows(split)
         present = ~self.y[rows].isnan()
         count = self.perturbed_ptr.diff()[rows].unsqueeze(1)
@@ -164,9 +183,10 @@ class Tables:
         return share.item()
 
     def fingerprint(self, names: Sequence[str] = ()) -> str:
-        """Returns a hash of the named fields, or of all fields except `OF_FILES`.
+        """Returns a SHA-256 hash of the named fields, or of all fields by default.
 
-        All fields include those that you have added.
+        All fields include the fields that you have added to the class. The fields in `OF_FILES` are
+        always left out.
         """
 
         def encode(tensor: Tensor) -> list:
@@ -185,11 +205,11 @@ class Tables:
 def cached_by_code(
     cache_dir: str, kind: str, function: Callable, key: str, build: Callable[[], Any]
 ) -> Any:
-    """Returns the value of `build`, which is stored in a file of the folder, if there is one.
+    """Returns the value of `build`, from a file of the cache if it exists.
 
-    The file depends on `key`, a text with everything except code that the value depends on, and on
-    the code of the module of `function`. Without the optional part cache, the value is built each
-    time.
+    The name of the file depends on `key`, and on the code of the module of `function` and of the
+    modules that it imports. `key` is a text with everything else that the value depends on. Without
+    a cache folder or without the optional part cache, the value is built each time.
     """
     data_cache = optional("data_cache") if cache_dir else None
     if data_cache is None:
@@ -200,28 +220,39 @@ def cached_by_code(
 def read_tables(
     edges: str, perturbations: str, features: str, scores: Sequence[str], undirected: bool
 ) -> Tables:
-    """Returns the tables in some files; raises `DataError`.
+    """Returns the tables in some files.
 
-    Nodes are sorted by name, and duplicate edges are merged to their mean weight.
+    Nodes are sorted by name. Duplicate edges are merged, and their weights are averaged.
+
+    Args:
+        edges: Path of the table of edges.
+        perturbations: Path of the table of knock-outs.
+        features: Path of the table of node features, or "".
+        scores: Names of the score columns. If it is empty, all columns without a different meaning
+            are scores.
+        undirected: Whether the reverse of every edge is added.
+
+    Raises:
+        DataError: A file cannot be read, or its content is invalid.
     """
     node_number = {}
     notes = []
     relations, edge_index, edge_type, edge_weight = read_edges(edges, node_number, notes)
     columns = read_knockouts(perturbations, node_number, notes, scores)
     genes = sorted(node_number)
-    # Index in `genes` of the name with each number.
+    # For each number of a node, the index of its name in `genes`.
     position = number_names(genes, node_number).argsort()
     perturbed = position[columns.pop("node")]
     row = columns.pop("row")
     level = columns.pop("level")
     samples = pack(row, perturbed, level, len(columns["y"]))
-    # Each relation has its own range of node numbers, so that the edges of all relations are merged
-    # at once.
+    # Each relation gets its own range of node numbers, so that edges of different relations are not
+    # merged, although all relations are processed at once.
     merge = to_undirected if undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
     edge_index, edge_weight = merge(edge_index, edge_weight, reduce="mean")
     node_features = {}
-    described = {}  # {name: its row of the table of features, [F]}
+    described = {}  # {name: its values in the table of features, [F]}
     if features:
         node_features, described = read_features(features, genes, notes)
     tables = Tables(
@@ -243,7 +274,11 @@ def read_tables(
 
 
 def number_in_order(values: Tensor) -> Tensor:
-    """Numbers the distinct values among [n] from 0, in the order of their first rows, [n]."""
+    """Returns the number of each value in a tensor [n], long [n].
+
+    Equal values have the same number. The distinct values are numbered from 0, in the order of
+    their first rows.
+    """
     _, group = values.unique(return_inverse=True)
     row = torch.arange(len(values))
     first_row = scatter(row, group, reduce="min")
@@ -258,15 +293,18 @@ def read_edges(
 ) -> tuple[list[str], Tensor, Tensor, Tensor]:
     """Returns relations, edge_index, edge_type and edge_weight of `Tables`.
 
-    Adds new nodes to `node_number`, and warnings for the log to `notes`. Raises `DataError`.
+    In edge_index, nodes have the numbers in `node_number`.
+
+    Adds new nodes to `node_number`, and warnings for the log to `notes`. Raises `DataError` if the
+    table is invalid.
     """
     header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
     others = [name for name in header if name not in ("source", "target", "relation", "weight")]
     if others:
         raise DataError(
-            f"{path}:1: unknown column {', '.join(others)!r:.60}: if it is the weight of edges, "
-            "rename it to weight; otherwise remove it, or apply the recipe attention, which uses "
-            "edge features"
+            f"{path}:1: unknown column {', '.join(others)!r:.60}: rename it to weight if it is the "
+            "weight of the edges, otherwise remove it, or apply the recipe attention to use it as "
+            "an edge feature"
         )
     relation_number = {}
     edges = []
@@ -287,26 +325,29 @@ def read_edges(
 def read_knockouts(
     path: str, node_number: dict[str, int], notes: list[str], scores: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns the fields of `Tables` that the table of knock-outs has; raises `DataError`.
+    """Returns the fields of `Tables` that the table of knock-outs contains.
 
-    Instead of `perturbed` and `perturbed_ptr`, it returns the `row`, `node` and `level` of each
-    perturbed node, [total]. Adds new nodes to `node_number`, and warnings for the log to `notes`.
-    If `scores` is empty, every column without a different meaning is a score.
+    Instead of `perturbed` and `perturbed_ptr`, the result contains the `row`, the `node` and the
+    `level` of each perturbed node, [total] each. Nodes have the numbers in `node_number`.
+
+    If `scores` is empty, every column without a different meaning is a score. Adds new nodes to
+    `node_number`, and warnings for the log to `notes`. Raises `DataError` if the table is invalid.
     """
-    chosen = list(map(str, scores))  # 1 is the name "1"
+    chosen = list(map(str, scores))  # YAML reads the name 1 as a number
     header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
     score_columns = [name for name in header[1:] if name not in ("split", "weight", "sd")]
     if not score_columns or {"weight", "sd"} <= set(header):
         problem = (
             "the header needs at least one score column after genes, and cannot have both weight "
-            "and sd"
+            "and sd: add or remove columns"
         )
         raise DataError(f"{path}:1: {problem}")
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
         raise DataError(
-            f"{path}:1: data.scores={scores} contains other names than the score columns "
-            f"{score_columns[:20]}: quote names that YAML does not read as text, such as 'NO'"
+            f"{path}:1: data.scores={scores} contains names that are not among the score columns "
+            f"{score_columns[:20]}: correct them, and quote names that YAML does not read as text, "
+            "such as 'NO'"
         )
     chunks = []
     num_rows = 0
@@ -314,7 +355,7 @@ def read_knockouts(
     for rows in read_rows(path, header, has_bar=True):
         row, name, names, level = checked_sets(rows, nodes)
         node = number_names(names, node_number)[name]
-        y = rows.table(targets, ": correct it, or list other columns in data.scores")
+        y = rows.table(targets, ": correct it, or list only the score columns in data.scores")
         line = torch.tensor(rows.lines, dtype=torch.int)
         chunk = {"row": row + num_rows, "node": node, "level": level, "line": line, "y": y}
         if "split" in header:
@@ -330,7 +371,11 @@ def read_knockouts(
 
 
 def checked_sets(rows: Rows, nodes: Container[str]) -> tuple[Tensor, Tensor, list[str], Tensor]:
-    """Returns `Rows.sets`; the optional part notes rejects names that are not nodes."""
+    """Returns the result of `Rows.sets`.
+
+    With the optional part notes, it raises `DataError` for a name that is not in `nodes` and is
+    probably not a node, such as a control.
+    """
     row, name, names, level = rows.sets()
     data_notes = optional("data_notes")
     if data_notes:
@@ -341,15 +386,21 @@ def checked_sets(rows: Rows, nodes: Container[str]) -> tuple[Tensor, Tensor, lis
 def read_features(
     path: str, genes: list[str], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the fields `features` and `feature_names` of `Tables`, and {name: values [F]}.
+    """Returns the fields `features` and `feature_names` of `Tables`, and the values of the file.
 
-    Features are standardised, and 0 if missing. The values are those of the file. Warnings for the
-    log are added to `notes`. Raises `DataError`.
+    The field `features` is standardised over the nodes, and 0 for missing values. The values of the
+    file are {name: values [F]}, unchanged, for all rows.
+
+    Adds warnings for the log to `notes`. Raises `DataError` if the table is invalid or does not
+    describe any node.
     """
     header = read_header(path, notes, ("gene",))
     _, *names = header
     if not names:
-        raise DataError(f"{path}:1: the header has no feature columns after gene")
+        raise DataError(
+            f"{path}:1: the header has no feature columns after gene: add one, or leave out "
+            "data.features"
+        )
     row_of = {}  # {name: row in the file}
     chunks = []
     for rows in read_rows(path, header, has_bar=True):
@@ -360,7 +411,10 @@ def read_features(
         chunks.append(rows.table(names))
     row = torch.tensor([row_of.get(gene, -1) for gene in genes])
     if (row < 0).all():
-        raise DataError(f"{path}: no node of this table is in the tables of edges and knock-outs")
+        raise DataError(
+            f"{path}: no node of this table is in the tables of edges and knock-outs: check that "
+            "all tables use the same names"
+        )
     table = torch.cat(chunks)
     values = table[row].where(row.unsqueeze(1) >= 0, math.nan)
     features = standardise(values).nan_to_num().float()
@@ -368,7 +422,11 @@ def read_features(
 
 
 def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
-    """Returns fields of `Tables`, given unsorted perturbed nodes; leaves out level 1, intact."""
+    """Returns the fields `perturbed`, `perturbed_ptr` and `level` of `Tables`.
+
+    `row`, `node` and `level`, [total] each, describe the perturbed nodes, in any order. Nodes at
+    level 1 are left out, because they are intact.
+    """
     num_nodes = int(node.max()) + 1 if len(node) else 0
     order = stable_order(row * num_nodes + node)
     order = order[level[order] != 1]

@@ -1,4 +1,4 @@
-"""How a run ends: stop requests, such as signals and STOP files, and failures."""
+"""How a run ends: on request, by a signal or a STOP file, or because of a failure."""
 
 import contextlib
 import json
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from errors import UserError
 
 log = logging.getLogger("ddp_ends")
-log.addHandler(logging.NullHandler())  # otherwise, the preflight would print errors twice
-PARENT_PID = os.getppid()  # the pid of torchrun, if it launched this process
+log.addHandler(logging.NullHandler())  # without it, the preflight would print errors twice
+PARENT_PID = os.getppid()  # the pid of torchrun, if torchrun launched this process
 
 
 def log_and_print(text: str) -> None:
@@ -30,7 +30,11 @@ def log_and_print(text: str) -> None:
 
 
 class StopTraining(Exception):
-    """Ends training on request. Every rank raises it after the same step."""
+    """Ends training on request. Every rank raises this exception after the same step.
+
+    Args:
+        reason: one of `StopRequest.REASONS`.
+    """
 
     def __init__(self, reason: str):
         super().__init__(reason)
@@ -38,17 +42,24 @@ class StopTraining(Exception):
 
 
 class StopRequest:
-    """Notices a stop request: a signal, a STOP file, or the exit of this process's torchrun."""
+    """Notices requests to stop training.
+
+    A request is a signal, a STOP file, or the exit of the torchrun that launched this process. The
+    object handles signals from its creation until `close`.
+
+    Args:
+        file: the path of the STOP file.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    # Sent by schedulers before a time limit.
+    # Schedulers send these signals before a time limit.
     SIGNALS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
     REASONS = ("", "STOP file", "torchrun exited", *(number.name for number in SIGNALS))
 
     def __init__(self, file: Path):
-        # launch.sh sets STOP_FILE under SLURM
+        # Under SLURM, launch.sh sets STOP_FILE.
         self.files = [file, Path(os.environ.get("STOP_FILE") or file)]
-        self.reason = 0  # index of REASONS
+        self.reason = 0  # index in REASONS
         self.undo = contextlib.ExitStack()
         # Only the main thread can handle signals.
         if threading.current_thread() is threading.main_thread():
@@ -71,7 +82,7 @@ class StopRequest:
         self.undo.close()
 
     def code(self) -> int:
-        """Returns an index of `REASONS`, 0 for no request."""
+        """Returns the reason of the request as an index in `REASONS`; 0 means no request."""
         if not self.reason and dist.is_torchelastic_launched() and os.getppid() != PARENT_PID:
             self.reason = self.REASONS.index("torchrun exited")
         if not self.reason and any(map(os.path.exists, self.files)):
@@ -80,18 +91,19 @@ class StopRequest:
 
 
 class Heartbeat(NamedTuple):
-    """The progress of a rank, which it publishes for the other ranks."""
+    """The progress of a rank. A watchdog compares it over time to detect that the rank hangs."""
 
-    step: int = 0  # steps done
-    changes: int = 0  # changes of the phase since the last step
-    phase: str = "start"  # what the rank is doing
-    entered: int = 0  # number of phases entered, including repetitions
+    step: int = 0  # number of steps done
+    changes: int = 0  # how often the phase has changed since the last step
+    phase: str = "start"  # name of the phase that the rank is in, such as "forward"
+    entered: int = 0  # number of phases entered so far; repeated phases count each time
 
 
 def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
-    """Returns the traceback of an error, and its reason as one message.
+    """Returns the traceback and the reason of an error that ends the job.
 
-    The traceback is "" if the reason is sufficient.
+    The reason is one message. The traceback is "" for errors that the reason explains completely,
+    such as a `UserError` or a lack of memory.
     """
     reason = str(error)
     of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
@@ -114,7 +126,11 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
 
 
 def write_error_file(text: str) -> None:
-    """Writes the reason of this process's failure to a file that torchrun adds to its report."""
+    """Writes the reason why this process failed to the error file of torchrun.
+
+    torchrun includes the content of this file in its report. Without torchrun, there is no such
+    file, and this function does nothing.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -123,11 +139,12 @@ def write_error_file(text: str) -> None:
 
 
 def end_process(status: int) -> None:
-    """Ends this process with `status` if that is not 0.
+    """Ends this process with an exit status if it is not 0, otherwise returns.
 
-    With several ranks, it skips the interpreter's shutdown, which can hang. A single process only
-    raises SystemExit, because it may be a notebook's kernel, which survives that. After success,
-    this returns, unless stdout is a closed pipe, because Python would print an error at exit.
+    Under torchrun, the process exits without the interpreter's shutdown, which can hang. Without
+    torchrun, the function raises `SystemExit`, which the kernel of a notebook survives. If stdout
+    is a closed pipe, the process exits at once even with status 0, because Python would print an
+    error during its shutdown.
     """
     try:
         print(end="", flush=True)

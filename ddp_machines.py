@@ -1,17 +1,20 @@
 """The preflight, which tests machines before a long run, and the rendezvous of several machines.
 
+The following command runs the preflight. It tests the devices, the versions, the speed and the
+all-reduce of the ranks:
+
     torchrun --standalone --nproc_per_node=4 ddp_machines.py
 
-tests the devices, versions, speed and all-reduce of the ranks.
+launch.sh uses the following command to find the rendezvous:
 
     python ddp_machines.py MACHINES HOST:PORT TIMEOUT_S
 
-is for launch.sh. It waits for HOST, unless HOST is this machine, and prints four words: the network
-interface and the address of this machine, and the endpoint and the settings for torchrun.
+It waits until HOST answers, unless HOST is this machine. It then prints four words: the network
+interface of this machine, its address, the endpoint for torchrun, and the settings for torchrun.
 
-By default, torchrun and gloo use the address of this machine's host name, which is often 127.0.1.1
-or in a different network. The route to HOST has the address and the interface that reach the other
-machines.
+By default, torchrun and gloo use the address to which this machine's host name resolves. This is
+often 127.0.1.1, or an address in a different network. This command uses the address and the
+interface of the route to HOST instead, because they reach the other machines.
 """
 
 import os
@@ -38,9 +41,11 @@ from errors import RunError
 
 # ---- The preflight -------------------------------------------------------------------------------
 def preflight(ddp: Distributed) -> None:
-    """Prints the ranks, their speed and the speed of all-reduces.
+    """Tests the ranks, and prints their devices, versions and speed. A collective.
 
-    Raises `UserError` if versions differ, and `RunError` if a sum is wrong.
+    Raises:
+        UserError: the versions of two ranks differ.
+        RunError: the result of an all-reduce is wrong.
     """
     ranks = describe(ddp)
     report(ddp, "ranks", f"\n{ranks}")
@@ -52,15 +57,18 @@ def preflight(ddp: Distributed) -> None:
 
 
 def report(ddp: Distributed, name: str, finding: str, ok: bool = True) -> None:
-    """Prints a line of the preflight on rank 0."""
+    """Prints a line of the preflight on rank 0; it begins with OK or, if not `ok`, with NOTE."""
     if ddp.rank == 0:
         verdict = "OK" if ok else "NOTE"
         print(f"{verdict:6s} {name:12s} {finding}", flush=True)
 
 
 def compare_speed(ddp: Distributed) -> None:
-    """Reports the time of a matrix product on each rank, as NOTE if a rank is much slower."""
-    # Large enough for an idle GPU to increase its clock.
+    """Measures a matrix product on each rank, and reports a NOTE if the slowest rank is an outlier.
+
+    This is the case if its time is more than 1.5 times the median over the ranks.
+    """
+    # The product takes long enough for an idle GPU to increase its clock.
     size = 8192 if ddp.device.type == "cuda" else 1024
     matrix = torch.ones(size, size, device=ddp.device)
     times = milliseconds(ddp, lambda: (matrix @ matrix).sum().item())
@@ -73,7 +81,10 @@ def compare_speed(ddp: Distributed) -> None:
 
 
 def check_all_reduce(ddp: Distributed) -> None:
-    """Reports the speed of all-reduces of several sizes; raises `RunError` if a sum is wrong."""
+    """Tests the result of an all-reduce, and reports the speed for several sizes.
+
+    Raises `RunError` if the result is wrong.
+    """
     total = ddp.sum(torch.tensor(ddp.rank + 1.0, device=ddp.device)).item()
     expected = sum(range(ddp.world_size + 1))
     if total != expected:
@@ -89,7 +100,7 @@ def check_all_reduce(ddp: Distributed) -> None:
 
 
 def milliseconds(ddp: Distributed, function: Callable[[], object]) -> list[float]:
-    """Returns the median time of a call on each rank, after six calls to warm up."""
+    """Returns the time of a call on each rank: the median of six calls, after six to warm up."""
     times = timeit.repeat(function, number=1, repeat=12)[6:]
     return ddp.gather(1e3 * statistics.median(times))
 
@@ -98,7 +109,14 @@ def milliseconds(ddp: Distributed, function: Callable[[], object]) -> list[float
 
 
 def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
-    """Returns interface, own address, endpoint and settings; on an error, ends the program."""
+    """Returns the interface and address of this machine, and torchrun's endpoint and settings.
+
+    Ends the program with an error if the machines cannot meet.
+
+    Args:
+        rdzv: the host and port of the rendezvous, such as `node1:29500`.
+        timeout_s: how many seconds to wait for the other machines.
+    """
     host, _, port = rdzv.rpartition(":")
     address = resolve(host)
     endpoint = (address, int(port))
@@ -109,12 +127,12 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
     elif own_address == address or address.startswith("127."):
         if answers(endpoint):
             end(
-                f"another program uses the port of RDZV={rdzv}: set a free port, the same on all "
+                f"another program uses the port of RDZV={rdzv}: set the same free port on all "
                 "machines"
             )
         settings.append("is_host=1")
         if address.startswith("127."):
-            # An unassigned address, so this is the default route.
+            # This address is reserved for documentation, so the default route leads to it.
             own_address = source_of_route("192.0.2.1")
     else:
         if not wait_for_answer(endpoint, timeout_s):
@@ -133,26 +151,26 @@ def end(problem: str) -> NoReturn:
 
 
 def resolve(host: str) -> str:
-    """Returns the IPv4 address of a host."""
+    """Returns the IPv4 address of a host; ends the program if its name cannot be resolved."""
     try:
         addresses = socket.getaddrinfo(host, None, socket.AF_INET)
-    except (OSError, UnicodeError):  # UnicodeError if a part of the name is too long
-        end(f"RDZV: cannot resolve the host name {host}")
+    except (OSError, UnicodeError):  # a name with a part that is too long raises UnicodeError
+        end(f"RDZV: cannot resolve the host name {host}: correct it, or set an IPv4 address")
     return addresses[0][4][0]
 
 
 def source_of_route(address: str) -> str:
-    """Returns the address of this machine from which it reaches another address."""
+    """Returns the address that this machine uses to reach another address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # does not send anything
+            probe.connect((address, 9))  # this does not send anything
         except OSError:
-            end(f"RDZV: there is no route to {address}")
+            end(f"RDZV: cannot reach {address}, because this machine has no route to it")
         return probe.getsockname()[0]
 
 
 def find_interface(address: str) -> str:
-    """Returns the name of this machine's network interface with this address."""
+    """Returns the name of the network interface that has an address of this machine."""
     command = ["ip", "-4", "-o", "address", "show", "to", address]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -163,7 +181,10 @@ def find_interface(address: str) -> str:
             "or set GLOO_SOCKET_IFNAME"
         )
     except (subprocess.CalledProcessError, ValueError):
-        end(f"there is no network interface with the address {address}")
+        end(
+            f"no network interface of this machine has the address {address}: "
+            "set GLOO_SOCKET_IFNAME to the interface that reaches the other machines"
+        )
     return interface
 
 
@@ -177,7 +198,7 @@ def answers(endpoint: tuple[str, int]) -> bool:
 
 
 def wait_for_answer(endpoint: tuple[str, int], timeout_s: int) -> bool:
-    """Returns whether a program listens at the endpoint within the given number of seconds."""
+    """Waits until a program listens at the endpoint; returns False after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not answers(endpoint):
         if time.monotonic() >= deadline:
@@ -187,15 +208,15 @@ def wait_for_answer(endpoint: tuple[str, int], timeout_s: int) -> bool:
 
 
 def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:
-    """Ends the program if a variable of launch.sh is missing or wrong."""
+    """Ends the program with an error if a variable of launch.sh is missing or wrong."""
     host, _, port = rdzv.partition(":")
     if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16):
         end(
-            f"NNODES={nnodes} needs RDZV=host:port, not '{rdzv}': set it to the address of one of "
-            "the machines and a port from 1 to 65535"
+            f"NNODES={nnodes} needs RDZV=host:port, not '{rdzv}': set RDZV to the address of one "
+            "of the machines and a port from 1 to 65535"
         )
     if not timeout_s.isdecimal():
-        end(f"RDZV_TIMEOUT={timeout_s} is not a number of seconds")
+        end(f"RDZV_TIMEOUT={timeout_s} is not a number of seconds: set it to an integer")
 
 
 def main() -> int:

@@ -1,6 +1,15 @@
-"""The process group, the device of this process, DDP's arguments, and agreement between ranks.
+"""The process group, the device of this process, and agreement between ranks.
 
-`Distributed` has the same interface for one process and for many.
+`run` calls a program with a `Distributed`, which has the rank, the device and the collectives of
+this process. Its interface is the same for one process and for many, so that a program does not
+need to distinguish them. For example, this program prints the number of ranks:
+
+    def program(ddp: Distributed) -> None:
+        total = ddp.sum(torch.ones(1, device=ddp.device))
+        if ddp.rank == 0:
+            print(total.item())
+
+    ddp_ends.end_process(run(program, DDPConfig()))
 """
 
 import contextlib
@@ -27,19 +36,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddp_ends import Heartbeat, StopRequest, explain_failure, log_and_print, write_error_file
-from errors import UserError, reason_of
+from errors import UserError, counted, reason_of
 from parts import optional
 
 log = logging.getLogger("ddp_setup")
-log.addHandler(logging.NullHandler())  # otherwise, the preflight would print errors twice
+log.addHandler(logging.NullHandler())  # without it, the preflight would print errors twice
 
 group_numbers = itertools.count()  # numbers the process groups that this process joins
 NO_COLLECTIVE = "a collective within sync_errors would hang if a rank has failed: move it out"
-AGREEMENT_S = 0.5  # seconds between two agreements of the ranks on whether to stop
+AGREEMENT_S = 0.5  # approximate seconds between two agreements of the ranks on whether to stop
 
 
 @dataclass(frozen=True)
 class DDPConfig:
+    """The options of the section `ddp` in config.yaml, which explains them."""
+
     device_ids: list[int] = field(default_factory=list)
     startup_timeout_s: float = field(default=1800.0, metadata={"min": 1})
     timeout_s: float = field(default=300.0, metadata={"min": 1})
@@ -59,7 +70,23 @@ class DDPConfig:
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
 class Distributed:
-    """Rank, device and collectives of this process. Without torchrun, it is rank 0 of 1."""
+    """The rank, the device and the collectives of this process.
+
+    All ranks must call a collective, in the same order. Without torchrun, the process is rank 0 of
+    1, and collectives return at once. A new object does not belong to a process group yet: `run`
+    calls `setup`, which joins the group and selects the device.
+
+    Args:
+        config: the options of the section `ddp`.
+
+    Attributes:
+        is_distributed: whether the process joins a process group, as it does under torchrun.
+        rank: the global rank, from 0 to `world_size` - 1.
+        world_size: the number of ranks.
+        local_rank: the rank among the processes of this machine.
+        local_world_size: the number of processes of this machine.
+        device: the GPU of this rank, or the CPU.
+    """
 
     def __init__(self, config: DDPConfig):
         self.config = config
@@ -68,25 +95,30 @@ class Distributed:
         self.world_size = self.local_world_size = 1
         self.device = torch.device("cpu")
         self.threads = ""  # number of threads of this process, and the reason for it
-        self.store: dist.Store | None = None  # torchrun's store, or a store of this process
-        self.stop: StopRequest | None = None
-        # Called with the reason if the job fails.
+        # A key-value store that all ranks share; without torchrun, a store of this process.
+        self.store: dist.Store | None = None
+        self.stop: StopRequest | None = None  # set by `stop_on_request`
+        # A function that is called with the reason if the job fails.
         self.on_failure: Callable[[str], None] | None = None
         self.syncs_errors = False  # whether this rank is inside a block of `sync_errors`
         self.heartbeat = Heartbeat()
         self.last_phase = ""  # the phase that was entered last
         self.agreed_at = 0.0  # time of the last agreement on whether to stop
-        self.steps_since = 0
-        self.steps_between = 1  # steps from the last agreement to the next
-        # Seconds without progress until a watchdog ends the job.
+        self.steps_since = 0  # number of steps since the last agreement
+        self.steps_between = 1  # number of steps from the last agreement to the next
+        # Number of seconds without progress after which a watchdog ends the job.
         self.limit_s = config.startup_timeout_s
-        self.seconds = defaultdict(float)  # seconds spent in each phase
-        self.command = sys.argv
-        self.cleanup = contextlib.ExitStack()  # callbacks of `close`, called in reverse order
+        self.seconds = defaultdict(float)  # number of seconds spent in each phase
+        self.command = sys.argv  # the command line, for records
+        self.cleanup = contextlib.ExitStack()  # `close` calls its callbacks in reverse order
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Labels what this rank is doing, for hang reports, metrics.jsonl and profiler traces."""
+        """Returns a context manager that labels a phase of the work, such as "forward".
+
+        The name appears in reports of hangs and in profiler traces. The duration of the block is
+        added to `seconds[name]`, unless the block raises an exception. Phases can be nested.
+        """
         step, changes, outer, entered = self.heartbeat
         is_other = name != self.last_phase
         self.heartbeat = Heartbeat(step, changes + is_other, name, entered + 1)
@@ -101,14 +133,22 @@ class Distributed:
 
     @property
     def device_ids(self) -> list[int] | None:
-        """`device_ids` for `DistributedDataParallel`: this rank's GPU, or None on the CPU."""
+        """The `device_ids` of `DistributedDataParallel`: this rank's GPU, or None on the CPU."""
         return [self.device.index] if self.device.type == "cuda" else None
 
     def prepare_for_ddp(self, model: nn.Module) -> nn.Module:
-        """Returns the model to wrap in `DistributedDataParallel`; it must be on its device.
+        """Prepares a model for `DistributedDataParallel`, and returns the model to wrap.
 
-        With ddp.sync_batchnorm, BatchNorm layers become SyncBatchNorm; on the CPU, this raises
-        `UserError`. Buffers are only broadcast if some of them are running statistics.
+        With ddp.sync_batchnorm, the BatchNorm layers of the returned model are SyncBatchNorm
+        layers. If the model has running statistics, like BatchNorm, DDP broadcasts its buffers in
+        every forward pass. Otherwise, its buffers are constant, and DDP does not broadcast them. If
+        a parameter does not get a gradient, the error of DDP contains its name.
+
+        Args:
+            model: a model whose parameters are already on `device`.
+
+        Raises:
+            UserError: ddp.sync_batchnorm is set, but the device is the CPU.
         """
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
@@ -123,25 +163,32 @@ class Distributed:
         return model
 
     def stop_on_request(self, file: Path) -> None:
-        """Makes signals and the file STOP end training, until this object is closed."""
+        """Makes signals and the STOP file `file` stop training, until this object is closed.
+
+        `stop_reason` returns the name of the signal, or "STOP file".
+        """
         self.stop = StopRequest(file)
         self.cleanup.callback(self.stop.close)
 
     def step_done(self, step: int) -> None:
-        """Records that `step` steps are done."""
+        """Records that `step` training steps are done; call it after each of them."""
         self.heartbeat = self.heartbeat._replace(step=step, changes=0, phase="other work")
         self.steps_since += 1
-        # Only the first step has the longer limit, because it loads libraries.
+        # Until here, the limit is longer, because the first step loads libraries.
         self.limit_s = self.config.timeout_s
 
     def stop_reason(self, at_once: bool = True) -> str:
-        """Returns the reason why all ranks must stop, "" if there is none.
+        """Returns the reason why all ranks must stop, or "" to continue.
 
-        Ranks communicate only if `at_once` is set, or about every `AGREEMENT_S`; otherwise, this
-        returns "". At each agreement, every rank proposes the number of steps until the next one
-        from its own speed, and the smallest number is used. This number at most doubles, because a
-        host that is ahead of its device overestimates the speed. The agreement uses the backend of
-        the device, because gloo would take tens of milliseconds with a thousand ranks.
+        All ranks must call this method after the same steps, and all of them get the same answer. A
+        request on a single rank is sufficient. To save time, the ranks communicate only about every
+        `AGREEMENT_S` seconds; the calls in between return "". At each agreement, every rank
+        computes from its own speed after how many steps the next agreement should be, and all ranks
+        use the smallest of these numbers. The number at most doubles from one agreement to the
+        next, because a host that is ahead of its GPU overestimates the speed.
+
+        Args:
+            at_once: if True, the ranks communicate in this call in any case.
         """
         if self.steps_since < self.steps_between and not at_once:
             return ""
@@ -150,6 +197,7 @@ class Distributed:
             steps = AGREEMENT_S * self.steps_since / (time.perf_counter() - self.agreed_at)
             proposed = max(1, min(int(steps), 2 * self.steps_between))
         code = self.stop.code() if self.stop else 0
+        # Uses the backend of the device: with 1,000 ranks, gloo would take tens of milliseconds.
         values = torch.tensor([code, -proposed], device=self.device)
         code, steps = self._reduce(values, dist.ReduceOp.MAX).tolist()
         self.agreed_at = time.perf_counter()
@@ -158,7 +206,10 @@ class Distributed:
         return StopRequest.REASONS[code]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over ranks, on every rank; `values` is not modified."""
+        """Returns the elementwise sum of a tensor over all ranks. A collective.
+
+        The argument `values` must have the same shape on every rank. It is not modified.
+        """
         return self._reduce(values.clone(), dist.ReduceOp.SUM)
 
     def _reduce(self, values: Tensor, op: dist.ReduceOp) -> Tensor:
@@ -169,7 +220,10 @@ class Distributed:
         return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Returns, on every rank, the `value` of the rank `source`, which must be picklable."""
+        """Returns the value of the rank `source` on every rank. A collective.
+
+        The value must be picklable. The values of the other ranks are ignored.
+        """
         assert not self.syncs_errors, NO_COLLECTIVE
         values = [value]
         if self.is_distributed:
@@ -177,7 +231,10 @@ class Distributed:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns, on every rank, the `value` of every rank in rank order; it must be picklable."""
+        """Returns a list with the value of each rank, in the order of ranks. A collective.
+
+        Every rank gets the same list. The values must be picklable.
+        """
         assert not self.syncs_errors, NO_COLLECTIVE
         values = [value] * self.world_size
         if self.is_distributed:
@@ -186,10 +243,18 @@ class Distributed:
 
     @contextlib.contextmanager
     def sync_errors(self, phase: str = "set-up") -> Iterator[None]:
-        """If the block raises `UserError` on any rank, every rank raises that of the lowest rank.
+        """Returns a context manager after which either all ranks continue, or all ranks fail.
 
-        An `OSError` with a file name is converted to a `UserError`. The block must not contain a
-        collective or another such block; otherwise, it raises `AssertionError`.
+        Without it, the other ranks would wait forever for a rank that has raised an error. The
+        ranks communicate at the end of the block. If the block raises `UserError` on any rank,
+        every rank raises the error of the lowest such rank. An `OSError` with a file name is
+        converted to a `UserError`. Any other exception is raised only on its own rank.
+
+        Args:
+            phase: the name of the block in reports of hangs.
+
+        Raises:
+            AssertionError: the block contains a collective or another such block.
         """
         problem = None
         is_within = self.syncs_errors
@@ -206,18 +271,22 @@ class Distributed:
         finally:
             self.syncs_errors = is_within
         ranks_left = torch.tensor(self.world_size - self.rank if problem else 0)
-        # On the CPU, because there may be no GPU.
+        # The tensor is on the CPU, because this rank may not have a GPU.
         most = int(self._reduce(ranks_left, dist.ReduceOp.MAX))
         if most:
             raise self.broadcast(problem, self.world_size - most)
 
     def check_equal(self, values: dict[str, Any]) -> None:
-        """Raises `UserError` on every rank if two ranks have different values of a key.
+        """Checks that every key has the same value on all ranks that have the key. A collective.
 
-        The error names both ranks and the key. A key may be missing on some ranks: a rank that
-        reads the cache loads fewer modules.
+        A key may be missing on some ranks. For example, a rank that reads tables from the cache
+        loads fewer modules, and does not have the hashes of the other modules.
+
+        Raises:
+            UserError: two ranks have different values of a key. Every rank raises this error, which
+                names the key, both ranks and their values.
         """
-        first = {}  # key: the first rank that has it, and its value
+        first = {}  # for each key, the first rank that has the key, and its value there
         for rank, others in enumerate(self.gather(values)):
             for name, value in others.items():
                 first_rank, first_value = first.setdefault(name, (rank, value))
@@ -228,18 +297,24 @@ class Distributed:
                     )
 
     def close(self) -> None:
-        """Leaves the process as it was: ends the process group, threads, files and handlers.
+        """Leaves the process group, and undoes what this object has changed in the process.
 
-        With several ranks, it is called only after success: after a failure, another rank could be
-        in a collective, and leaving the group would hang.
+        It ends threads, closes files and restores signal handlers. With several ranks, call it only
+        after success. After a failure, another rank could be in a collective, and leaving the group
+        would hang.
         """
-        self.on_failure = None  # it may refer to a DDP module, which must not outlive the group
+        # The hook may refer to a DDP module, which must not outlive the group.
+        self.on_failure = None
         self.cleanup.close()
 
     def first_failure(self, reason: str) -> tuple[str, bool]:
-        """Records why the job ends, unless another rank already has.
+        """Records a reason for the failure of the job, and returns the first recorded reason.
 
-        Returns the recorded reason, and whether it is from this rank.
+        The ranks share this record. If another rank has already recorded a reason, that reason is
+        kept and returned, because the failure of this rank is usually its consequence.
+
+        Returns:
+            The first reason, and whether this rank has recorded it.
         """
         with contextlib.suppress(dist.DistError):  # torchrun may have exited
             if self.store:
@@ -249,10 +324,11 @@ class Distributed:
         return reason, True
 
     def report_failure(self, error: BaseException) -> int:
-        """Reports that the job fails; returns the exit status: that of a `UserError`, otherwise 1.
+        """Reports an error that ends the job, and returns the exit status of this process.
 
-        Only the first rank to fail prints the error, with a traceback if `explain_failure` returns
-        one.
+        Only the rank that fails first prints its error. All ranks log their own error. The report
+        contains the traceback if `explain_failure` returns one. The exit status is the `status` of
+        a `UserError`, and 1 for all other exceptions.
         """
         trace, reason = explain_failure(error, self.rank)
         first, is_first = self.first_failure(reason)
@@ -262,18 +338,24 @@ class Distributed:
         return getattr(error, "status", 1)
 
     def publish_failure(self, reason: str, trace: str = "") -> None:
-        """Passes the reason of a failure to torchrun and the hook `on_failure`, if they exist."""
+        """Passes the reason of a failure to torchrun and to the hook `on_failure`, if any."""
         if self.is_distributed:
             write_error_file(f"{trace}error: {reason}")
         if self.on_failure:
-            with contextlib.suppress(UserError):  # writing fails if the disk is full
+            with contextlib.suppress(UserError):  # the hook may write to a disk that is full
                 self.on_failure(reason)
 
 
 # ---- Set-up --------------------------------------------------------------------------------------
 def setup(ddp: Distributed) -> Distributed:
-    """Joins the process group, selects this rank's device and returns `ddp`; raises `UserError`."""
+    """Joins the process group, selects this rank's device, and returns `ddp`.
+
+    Raises:
+        UserError: the environment variables are incomplete, the other ranks cannot be reached, or
+            the GPUs do not suffice. If the ranks can communicate, all of them raise this error.
+    """
     if ddp.is_distributed:
+        # torchrun reports this text if the process is killed before it can report another reason.
         write_error_file(
             "this process was ended by a signal, for example by SIGKILL when memory ran out: "
             "repeat the command to resume from the last checkpoint"
@@ -294,7 +376,7 @@ def setup(ddp: Distributed) -> Distributed:
         ddp.store = dist.HashStore()
     ddp.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
     ddp.threads = set_threads(ddp.local_world_size)
-    with ddp.sync_errors():  # if one rank has no device, all ranks exit instead of waiting for it
+    with ddp.sync_errors():  # otherwise, the other ranks would wait for a rank without a device
         ddp.device = choose_device(ddp)
         if ddp.device.type == "cuda":
             torch.cuda.set_device(ddp.device)
@@ -305,14 +387,18 @@ def setup(ddp: Distributed) -> Distributed:
                     f"ranks {first} and {ddp.rank} share a GPU: start one process per GPU, "
                     "or set CUDA_VISIBLE_DEVICES= to run on the CPU"
                 )
-    # Ranks on a CPU and on a GPU would wait for each other.
+    # Ranks on a CPU and ranks on a GPU use different backends, and would wait for each other.
     ddp.check_equal({"device": ddp.device.type})
     return ddp
 
 
 def set_threads(local_world_size: int) -> str:
-    """Sets the number of torch's threads in this process; returns it and the reason as a text."""
-    # With several ranks, torchrun sets this variable to 1 if the user has not set it.
+    """Sets the number of threads that torch uses in this process.
+
+    Returns a text for the log, with the number of threads and the reason for it. If the variable
+    OMP_NUM_THREADS is set, its value remains in effect.
+    """
+    # If the user has not set this variable, torchrun sets it to 1 for several ranks.
     if os.environ.get("OMP_NUM_THREADS"):
         return f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
     threads = optional("ddp_threads")
@@ -324,22 +410,23 @@ def set_threads(local_world_size: int) -> str:
 
 
 def join_group(ddp: Distributed) -> None:
-    """Joins the process group, and starts the watchdog; raises `UserError` if that fails."""
+    """Joins the process group, and starts the watchdog; raises `UserError` if this fails."""
     startup_s = ddp.config.startup_timeout_s
-    # Longer than the watchdog's limit, so that the watchdog reports first.
+    # This timeout is longer than the watchdog's limit, so that the watchdog reports a hang first.
     timeout = timedelta(seconds=startup_s + ddp.config.timeout_s)
-    # gloo in addition to nccl, so that ranks can agree on errors without a GPU
+    # With gloo in addition to nccl, ranks can agree on errors even if one of them has no GPU.
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     try:
         store = find_store(startup_s)
         store.set_timeout(timeout)
-        # torchrun keeps its store across restarts, and across several groups of a process. Without
-        # the prefix, ranks would use addresses of dead ranks.
+        # torchrun keeps its store when it restarts the ranks, and a process may join several groups
+        # in turn. Without the prefix, ranks would use addresses of dead ranks.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         ddp.store = dist.PrefixStore(f"restart {restart}, group {next(group_numbers)}", store)
         watchdog = optional("ddp_watchdog")
-        if watchdog is not None:  # without it, a hang ends with a timeout that does not name a rank
+        # Without a watchdog, a hang ends with a timeout, whose message does not name the rank.
+        if watchdog is not None:
             watchdog.start_watchdog(ddp)
         dist.init_process_group(
             backend, store=ddp.store, rank=ddp.rank, world_size=ddp.world_size, timeout=timeout
@@ -357,12 +444,13 @@ def join_group(ddp: Distributed) -> None:
 
 
 def find_store(longest_s: float) -> dist.Store:
-    """Returns the store at MASTER_ADDR and MASTER_PORT; without torchrun, rank 0 creates it.
+    """Returns the store at MASTER_ADDR and MASTER_PORT.
 
-    Raises `futures.TimeoutError` if a different program uses the port, because it may never answer.
+    torchrun usually creates the store. Otherwise, rank 0 creates it. Raises `futures.TimeoutError`
+    if the store does not answer, for example because a different program uses the port.
     """
-    # torchrun creates its store before its processes. Without torchrun, rank 0 may start much later
-    # than this rank.
+    # If torchrun has created the store, it exists before this process. Otherwise, rank 0 may start
+    # much later than this rank.
     is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit_s = min(40.0 if is_there else 300.0, longest_s)
     rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=limit_s))
@@ -374,52 +462,64 @@ def find_store(longest_s: float) -> dist.Store:
 
 def leave_group() -> None:
     """Destroys the process group."""
-    gc.collect()  # deletes DDP modules: one that outlives the group can deadlock with a gloo thread
+    # This deletes DDP modules. A module that outlives the group can deadlock with a gloo thread.
+    gc.collect()
     dist.destroy_process_group()
 
 
 def choose_device(ddp: Distributed) -> torch.device:
-    """Returns this rank's GPU, or the CPU if there is none; raises `UserError` for too few GPUs."""
+    """Returns this rank's GPU, or the CPU if the machine has no GPU.
+
+    With ddp.device_ids, a rank gets the GPU at the position of its local rank in this list.
+
+    Raises:
+        UserError: there are fewer GPUs than processes, or a listed GPU does not exist.
+    """
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = ddp.config.device_ids or list(range(visible))
     if not chosen:
         return torch.device("cpu")
     if visible == 1 and ddp.local_world_size > 1 and not ddp.config.device_ids:
-        return torch.device("cuda", 0)  # a scheduler may show a different GPU to each process
+        return torch.device("cuda", 0)  # a scheduler may assign a different GPU to each process
     missing = set(chosen) - set(range(visible))
     if missing or ddp.local_world_size > len(chosen):
         raise UserError(
-            f"{platform.node()} has {visible} GPUs for {ddp.local_world_size} processes with "
-            f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use; to run "
+            f"{platform.node()} has {counted(visible, 'GPU')} for "
+            f"{counted(ddp.local_world_size, 'process', 'processes')} with "
+            f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use. To run "
             "on the CPU, set CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'"
         )
     return torch.device("cuda", chosen[ddp.local_rank])
 
 
 def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
-    """Calls `program` with this process's `Distributed`; returns the exit status.
+    """Calls `program` with this process's `Distributed`, and returns the exit status.
 
-    An exception on any rank ends the job: with several ranks, the process of the failed rank must
-    exit with this status. A single process is left as it was.
+    An exception on any rank ends the job. With several ranks, the caller must then exit with the
+    returned status, so that torchrun ends the other ranks. A single process can continue: the
+    function undoes its changes to the process, whether the program succeeds or fails.
+
+    Returns:
+        0 after success, 1 after a failure, or the `status` of a `UserError`.
     """
     ddp = Distributed(config)
     try:
         program(setup(ddp))
         ddp.close()
         return 0
-    except BaseException as error:  # even SystemExit, because the other ranks would hang
+    except BaseException as error:  # includes SystemExit, because the other ranks would hang
         try:
             return ddp.report_failure(error)
         finally:
             if ddp.world_size == 1:
                 ddp.close()
             else:
-                # Keeps the objects of DDP alive, because freeing them can hang.
+                # This keeps the objects of DDP alive, because freeing them can hang.
                 sys.last_value = error
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions that must be the same on all ranks."""
+    """Returns the versions of Python, torch and CUDA, which must be the same on all ranks."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -428,7 +528,11 @@ def library_versions() -> dict[str, str]:
 
 
 def describe(ddp: Distributed) -> str:
-    """Returns one line for each rank, and warnings about this rank's machine; a collective."""
+    """Returns a text that describes all ranks, for the log. A collective.
+
+    It has one line for each rank: its machine, process, device, threads and versions. On a CPU,
+    lines with warnings about unused devices of this rank's machine follow.
+    """
     device = str(ddp.device)
     if ddp.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ddp.device)

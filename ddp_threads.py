@@ -1,11 +1,14 @@
 """Chooses the number of threads of each process, and warns about devices that are not used.
 
-    python ddp_threads.py PROCESSES     prints the number of threads for this number of processes
+The following command prints the number of threads of each process, given the number of processes
+on this machine:
 
-The number depends on the CPUs that this process is bound to, and on the quotas of its control
-groups: in a container with 1.5 CPUs on a host with 64 cores, it is one thread, instead of 64 that
-are stopped most of the time. It does not depend on the load of the machine, because results with
-different numbers of threads differ in their last digits.
+    python ddp_threads.py PROCESSES
+
+The number depends on the CPUs that this process is bound to, and on the CPU quotas of its control
+groups. For example, in a container with a quota of 1.5 CPUs on a host with 64 cores, it is 1. With
+64 threads, Linux would pause the container most of the time. The number does not depend on the load
+of the machine, because it affects the last digits of results.
 """
 
 import argparse
@@ -15,17 +18,21 @@ from pathlib import Path, PurePosixPath
 
 
 def choose_threads(num_processes: int) -> tuple[int, str]:
-    """Returns the number of threads of each of `num_processes`, and the reason as a text."""
+    """Returns the number of threads of each process, and the reason for it as a text.
+
+    Args:
+        num_processes: the number of processes on this machine, which share its CPUs.
+    """
     num_bound = count_bound_cpus()
     try:
         quota = min(quotas(), default=float(num_bound))
-    # If the files have an unexpected format, ignore them: the quota is only a hint.
+    # Files with an unexpected format are ignored, because training is possible without the quota.
     except ValueError:
         quota = float(num_bound)
     num_threads = max(1, int(min(num_bound, quota) / num_processes))
-    reason = f"{num_bound} CPUs"
+    reason = "1 CPU" if num_bound == 1 else f"{num_bound} CPUs"
     if quota < num_bound:
-        reason = f"a quota of {quota:.3g} CPUs"
+        reason = f"a CPU quota of {quota:.3g}"
     if num_processes > 1:
         reason += f" for {num_processes} processes"
     return num_threads, reason
@@ -39,10 +46,11 @@ def count_bound_cpus() -> int:
 
 
 def quotas(proc: Path = Path("/proc/self")) -> Iterator[float]:
-    """Yields the CPU quota of each limited control group of this process, in CPUs.
+    """Yields the CPU quota of each control group of this process that has one, in CPUs.
 
-    These are control groups of Linux, version 1 or 2 (see its cgroups(7)). Other systems do not
-    have them.
+    Control groups are a mechanism of Linux, which containers and SLURM use to limit resources. Both
+    versions of it are supported; the manual page cgroups(7) describes their files. On other
+    systems, there are no quotas. `proc` is the folder of this process in /proc.
     """
     for folder in cpu_groups(proc):
         try:
@@ -53,21 +61,21 @@ def quotas(proc: Path = Path("/proc/self")) -> Iterator[float]:
                 period = (folder / "cpu.cfs_period_us").read_text()
             if limit != "max" and int(limit) > 0:
                 yield int(limit) / int(period)
-        except (OSError, ValueError):  # the root group has no quota
+        except (OSError, ValueError):  # the root group has no such files
             continue
 
 
 def cpu_groups(proc: Path) -> Iterator[Path]:
-    """Yields the folders of this process's control groups that limit CPUs, and their parents.
+    """Yields the folders of this process's control groups that can limit CPUs, and their parents.
 
-    In a container, the folder of its own group may be mounted instead of the root.
+    A container may only see the folder of its own group, mounted at the place of the root group.
     """
     try:
         groups = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
     except OSError:
         return
-    path_of = {}  # version: path of the group
+    path_of = {}  # path of this process's group for each version, "cgroup" or "cgroup2"
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -76,7 +84,8 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
             path_of["cgroup"] = path
     for line in mounts:
         mount, _, system = line.partition(" - ")
-        kind, _, options = system.split(" ")[:3]  # the second field may be empty
+        # Not `split()`, because the second of these fields may be empty.
+        kind, _, options = system.split(" ")[:3]
         if kind not in path_of or (kind == "cgroup" and "cpu" not in options.split(",")):
             continue
         root, mount_point = (Path(cell) for cell in mount.split()[3:5])
@@ -87,8 +96,12 @@ def cpu_groups(proc: Path) -> Iterator[Path]:
 
 
 def notes_on_devices() -> list[str]:
-    """Returns warnings about devices that exist, or are set in the environment, but not used."""
-    import torch  # imported only here, because it takes a second
+    """Returns warnings about devices that torch does not use on this machine, for the log.
+
+    These are accelerators that this project does not support, and GPUs that the environment lists
+    but torch does not find. Call this function in a process that runs on the CPU.
+    """
+    import torch  # imported only here, because the import takes about a second
 
     notes = []
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -107,11 +120,11 @@ def notes_on_devices() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prints how many threads each process may use.")
+    parser = argparse.ArgumentParser(description="Prints the number of threads of each process.")
     parser.add_argument("processes", type=int, help="number of processes on this machine")
     num_processes = parser.parse_args().processes
     if num_processes < 1:
-        parser.error(f"there must be at least 1 process, not {num_processes}")
+        parser.error(f"the number of processes is {num_processes}: set it to at least 1")
     print(choose_threads(num_processes)[0])
 
 

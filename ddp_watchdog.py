@@ -1,4 +1,4 @@
-"""The watchdog: a thread that ends the job with a report if a rank makes no progress."""
+"""The watchdog: a thread of each rank that ends the job with a report if a rank hangs."""
 
 import contextlib
 import json
@@ -15,28 +15,32 @@ import torch.distributed as dist
 
 from ddp_ends import Heartbeat, log_and_print
 
-GRACE_S = 5.0  # seconds that a rank has to exit by itself after another rank has failed
-# Seconds without progress after SIGTERM until a rank gives up: half of the time that torchrun
-# waits, which is 30 s if a rank has died.
+GRACE_S = 5.0  # seconds in which a rank can exit by itself after another rank has failed
+# After SIGTERM, a rank ends if it makes no progress for this many seconds. This is half of the time
+# that torchrun waits before SIGKILL. After the death of a rank, torchrun waits 30 s.
 SIGTERM_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)) / 2
 SIGTERM_AFTER_DEATH_S = min(15.0, SIGTERM_S)
-SILENCE_S = 10.0  # seconds without a heartbeat after which a rank counts as dead
+SILENCE_S = 10.0  # a rank without a heartbeat for this many seconds counts as dead
 
 
 class Observed(NamedTuple):
-    """What a watchdog has observed of a rank."""
+    """The state of a rank in the store, and for how long it has not changed.
 
-    replies: int | None  # the rank's `Watchdog.replies`
-    heartbeat: Heartbeat | None
-    silent: int  # own heartbeats since the rank's last heartbeat
-    stalled: int  # own heartbeats since the rank's last progress
+    Times are counted in heartbeats of the watchdog that observes.
+    """
+
+    replies: int | None  # `Watchdog.replies` of the observed rank
+    heartbeat: Heartbeat | None  # `Distributed.heartbeat` of the observed rank
+    silent: int  # time since the observed rank last wrote to the store
+    stalled: int  # time since the observed rank last made progress
 
 
 class Signals:
-    """Notices signals as soon as they arrive, if they have a Python handler.
+    """Detects SIGTERM as soon as it arrives, even if the main thread hangs.
 
-    Python itself runs handlers between its instructions, and therefore not during a call that never
-    returns.
+    Python runs signal handlers in the main thread, between its instructions. A handler therefore
+    does not run during a call that never returns. This class reads the file to which Python writes
+    the numbers of all signals that have a handler in Python.
     """
 
     def __init__(self):
@@ -44,7 +48,7 @@ class Signals:
         os.set_blocking(self.received, False)
         os.set_blocking(self.sender, False)
         self.undo = contextlib.ExitStack()
-        # Only the main thread can do this.
+        # Only the main thread can set this file.
         if threading.current_thread() is threading.main_thread():
             earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
             self.undo.callback(signal.set_wakeup_fd, earlier_fd)
@@ -64,28 +68,31 @@ class Signals:
 class Watchdog(threading.Thread):
     """Ends the job with a report if a rank makes no progress for too long.
 
-    Every rank writes its heartbeat to the store every `heartbeat_s`. A rank that has made no
-    progress for half of `limit_s` observes all ranks for the other half. If the ranks that are
-    furthest behind have not moved, it reports them, and every rank prints its stack and exits. Time
-    is counted in heartbeats, which pause while the job is suspended.
+    Every rank runs a watchdog, which writes the rank's heartbeat to the store every `heartbeat_s`
+    seconds. If a rank has made no progress for the first half of `ddp.limit_s`, its watchdog
+    observes all ranks during the second half. If the ranks that are furthest behind make no
+    progress in this time, the watchdog reports them. Then every rank that does not exit by itself
+    prints its stack and exits. Time is counted in heartbeats, so that it stops while the job is
+    suspended.
 
     Args:
-        ddp: a `ddp_setup.Distributed`.
-        has_sigterm: returns whether a SIGTERM has arrived since its last call.
+        ddp: the `ddp_setup.Distributed` of this rank.
+        has_sigterm: a function that returns whether a SIGTERM has arrived since its last call.
     """
 
     def __init__(self, ddp: Any, has_sigterm: Callable[[], bool]):
         super().__init__(name="watchdog", daemon=True)
         self.ddp = ddp
-        # A separate connection, because waits on the other one would block it.
+        # The watchdog needs its own connection, because a wait on the other one would block it.
         self.store = ddp.store.clone()
         shorter = min(ddp.config.timeout_s, ddp.config.startup_timeout_s)
         self.heartbeat_s = max(0.1, min(2.0, shorter / 8))
         self.has_sigterm = has_sigterm
         self.finished = threading.Event()
         self.replies = 0  # number of heartbeats that have reached the store
-        self.patience = 0.5  # share of `limit_s` without progress after which it observes the ranks
-        self.seen = {}  # rank: what was observed of it, as `Observed`
+        # The watchdog observes the ranks after this fraction of `limit_s` without progress.
+        self.patience = 0.5
+        self.seen = {}  # the `Observed` of each rank, by rank
 
     def run(self) -> None:
         of_store = threading.Thread(
@@ -94,9 +101,9 @@ class Watchdog(threading.Thread):
         of_store.start()
         heartbeat = None
         told_to_end = False
-        stalled = 0  # heartbeats without progress
-        waited = 0  # those of them that came after SIGTERM
-        ending = 0  # heartbeats since a rank recorded why the job ends
+        stalled = 0  # number of heartbeats without progress
+        waited = 0  # number of heartbeats without progress after SIGTERM
+        ending = 0  # number of heartbeats since a rank recorded the reason for a failure
         while not self.finished.wait(self.heartbeat_s):
             stalled = stalled + 1 if heartbeat == self.ddp.heartbeat else 0
             heartbeat = self.ddp.heartbeat
@@ -110,7 +117,7 @@ class Watchdog(threading.Thread):
             if waited * self.heartbeat_s > limit_s:
                 reason = f"SIGTERM while waiting in {heartbeat.phase} of step {heartbeat.step}"
                 self.abort(self.ddp.first_failure(f"rank {self.ddp.rank}: {reason}")[0])
-            # torchrun has exited; StopRequest notices this.
+            # The store is missing if torchrun has exited, which `StopRequest` detects.
             with contextlib.suppress(dist.DistError):
                 state = json.dumps([self.replies, heartbeat])
                 self.store.set(f"heartbeat/{self.ddp.rank}", state)
@@ -128,7 +135,11 @@ class Watchdog(threading.Thread):
         of_store.join()
 
     def watch_store(self) -> None:
-        """Ends this rank if calls to the store never return, as when its machine is unreachable."""
+        """Ends this rank if calls to the store never return.
+
+        This happens if the machine of the store cannot be reached. It runs in a separate thread,
+        because the watchdog itself waits for the store then.
+        """
         last, stalled = None, 0
         while not self.finished.wait(self.heartbeat_s):
             current = (self.replies, self.ddp.heartbeat)
@@ -141,12 +152,13 @@ class Watchdog(threading.Thread):
                 )
 
     def observe_ranks(self) -> None:
-        """Counts heartbeats since each rank's last sign of life, and since its last progress."""
+        """Updates `seen` with the heartbeats of all ranks in the store."""
         keys = [f"heartbeat/{rank}" for rank in range(self.ddp.world_size)]
         if not self.seen:
-            # Otherwise, `multi_get` would wait for a rank that has not written yet.
+            # `multi_get` would wait for a rank that has not written a heartbeat yet. This value
+            # marks such a rank as furthest behind.
             for key in keys:
-                self.store.compare_set(key, "", "[-1, [0, -1]]")  # counts as furthest behind
+                self.store.compare_set(key, "", "[-1, [0, -1]]")
         for rank, state in enumerate(self.store.multi_get(keys)):
             replies, fields = json.loads(state)
             heartbeat = Heartbeat(*fields)
@@ -156,9 +168,10 @@ class Watchdog(threading.Thread):
             self.seen[rank] = Observed(replies, heartbeat, silent, stalled)
 
     def check_ranks(self) -> None:
-        """Records the ranks furthest behind as the reason to end the job, if they have stalled.
+        """Reports the ranks that are furthest behind, if all of them have stalled.
 
-        They have stalled if they have not moved for half of the limit.
+        A rank has stalled if it has made no progress for half of `limit_s`. The report is the
+        reason for the failure of the job.
         """
         least = min(seen.heartbeat[:2] for seen in self.seen.values())
         behind = {rank: seen for rank, seen in self.seen.items() if seen.heartbeat[:2] == least}
@@ -179,7 +192,7 @@ class Watchdog(threading.Thread):
             log_and_print(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
-        """Logs and prints the stack of the main thread, and exits."""
+        """Logs and prints the stack of the main thread, and ends this process."""
         stack = "".join(
             traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
         )
@@ -187,9 +200,9 @@ class Watchdog(threading.Thread):
         self.exit_now(reason)
 
     def exit_now(self, reason: str) -> NoReturn:
-        """Reports the failure, and ends this process with status 1."""
+        """Publishes the reason of the failure, and ends this process with status 1."""
         self.ddp.publish_failure(reason)
-        os._exit(1)  # not sys.exit, because this is not the main thread
+        os._exit(1)  # sys.exit would only end this thread
 
     def close(self) -> None:
         self.finished.set()
@@ -197,14 +210,19 @@ class Watchdog(threading.Thread):
 
 
 def start_watchdog(ddp: Any) -> None:
-    """Starts the watchdog of a `ddp_setup.Distributed` under torchrun, until that is closed.
+    """Starts the watchdog of this rank, which runs until `ddp` is closed.
 
-    If there is only one rank, the watchdog only ends it after SIGTERM: no rank waits for it, and it
-    may be in a debugger.
+    If there is only one rank, its watchdog does not limit the time without progress, because no
+    other rank waits, and the process may be in a debugger. It only ends the process if it hangs
+    after SIGTERM.
+
+    Args:
+        ddp: the `ddp_setup.Distributed` of this rank.
     """
-    # Otherwise, NCCL kills this process when another rank dies, before status.json is written.
+    # Otherwise, when another rank dies or the own GPU fails, NCCL kills this process before it
+    # writes status.json.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # and also when its own GPU fails
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     signals = Signals()
     ddp.cleanup.callback(signals.close)
     watchdog = Watchdog(ddp, signals.has_sigterm)

@@ -1,17 +1,22 @@
-"""Errors that users can fix. Each is one message: where, what is wrong, what to do."""
+"""Errors that users can fix.
+
+Each message says where the error is, what is wrong, and what to do, separated by colons:
+"scores.tsv:1: two columns have the name 'growth': rename one of them". The message is printed
+without a traceback.
+"""
 
 import os
 from pathlib import Path
 
 
 class UserError(Exception):
-    """The configuration or the input is wrong. The process exits with `status`."""
+    """The configuration or the input is wrong. The process then exits with `status`."""
 
     status = 2
 
 
 class DataError(UserError):
-    """A table is wrong. The message names the file and, if known, the line."""
+    """A table is wrong. The message begins with its file and, if known, the line."""
 
 
 class RunError(UserError):
@@ -21,9 +26,9 @@ class RunError(UserError):
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the reason why a file cannot be used.
+    """Returns the reason why a file cannot be used, for a message.
 
-    If a broken link is part of its path, the reason says where the link leads.
+    If the path contains a broken symbolic link, the reason is this link and its target.
     """
     path = Path(getattr(error, "filename", None) or "")
     for place in (path, *path.parents):
@@ -33,8 +38,8 @@ def reason_of(error: Exception) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Returns a number and its noun for a message: "1 row", "2,000 rows".
+    """Returns a number and its noun for a message, such as "1 row" and "2,000 rows".
 
-    `plural` is for nouns whose plural is not formed with an s.
+    If the plural of the noun is not formed by appending an s, pass it as `plural`.
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

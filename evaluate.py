@@ -1,6 +1,7 @@
-"""The loop over the rows to predict, in validation, test and later predictions.
+"""The loop that computes predictions for validation, test and other tables.
 
-All ranks call every function together, and share the rows.
+`predict_rows` and `compute_rows` are collectives: all ranks must call them. Each rank computes its
+share of the rows, and every rank gets the results of all rows.
 
 Shapes: n rows, B samples in a batch, T scores of C columns each.
 """
@@ -18,7 +19,8 @@ from ddp_setup import Distributed
 from run_progress import progress_bar
 from task import KnockoutTask
 
-# Samples at once if each needs little memory; larger batches launch fewer kernels.
+# Number of samples that are predicted at once if each needs little memory. Larger batches need
+# fewer kernel launches.
 LARGE_BATCH = 8192
 
 
@@ -29,9 +31,9 @@ def evaluation_batch_size(task: KnockoutTask) -> int:
 
 
 def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
-    """Returns the model's outputs for some rows, float64 [n, T, C], on every rank.
+    """Returns the model's outputs for the given rows, float64 [n, T, C], on every rank.
 
-    Raises `RunError` if the model's output has the wrong shape.
+    Raises `RunError` if an output of the model has the wrong shape.
     """
     model.eval()
 
@@ -53,17 +55,20 @@ def compute_rows(
 ) -> Tensor:
     """Returns the values of a function for n rows of a dataset, float64 [n, *shape], on every rank.
 
-    The function takes a batch on the device, and returns one value for each sample. A batch is
-    spread over the ranks, so that each row is computed on one rank. The all-reduce only adds zeros
-    to it, and is therefore exact.
+    Each row is computed on only one rank, and its value is 0 on all other ranks. The all-reduce of
+    the values only adds these zeros, and is therefore exact.
+
+    Args:
+        function: takes a batch on the device, and returns a value of this shape for each sample.
+        batch_size: the number of samples that are computed at once, over all ranks.
     """
     rows_of_rank = rows[ddp.rank :: ddp.world_size]
     batches = rows_of_rank.split(math.ceil(batch_size / ddp.world_size))
     loader = make_loader(dataset, batches, workers=0, device=ddp.device)
     values = torch.zeros(len(rows), *shape, dtype=torch.float64, device=ddp.device)
-    values_of_rank = values[ddp.rank :: ddp.world_size]  # a view
+    values_of_rank = values[ddp.rank :: ddp.world_size]  # a view of `values`
     start = 0
-    num_pieces = 1  # number of pieces that a batch is split into
+    num_pieces = 1  # number of pieces into which a batch is split
     for batch in progress_bar(loader, "predicting", unit="batch", is_shown=ddp.rank == 0):
         with ddp.phase("evaluation"):
             if ddp.stop and ddp.stop.code():  # all ranks will stop and discard the result
@@ -83,9 +88,9 @@ def in_pieces(
 ) -> tuple[Tensor, int]:
     """Returns a function's values for a batch, and the number of pieces that it was split into.
 
-    Whenever the memory is not sufficient, the number of pieces is doubled.
+    If a piece does not fit in the memory, the number of pieces is doubled.
     """
-    rows = batch.index  # still on the CPU
+    rows = batch.index  # on the CPU, because the batch has not been moved
     pieces = [batch]
     while True:
         if num_pieces > 1:
@@ -96,6 +101,7 @@ def in_pieces(
         except torch.OutOfMemoryError:
             if num_pieces >= len(rows):
                 raise
-        # Free the memory only now: the error, which keeps all tensors of the failed call, is gone.
+        # This must be outside `except`, because the error refers to all tensors of the failed call,
+        # so their memory cannot be freed before.
         torch.cuda.empty_cache()
         num_pieces *= 2

@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
-# Trains with torchrun: one process per GPU, or two processes on the CPU. It uses the active Python
-# if this has the packages, otherwise .venv next to this script, which it creates if necessary.
+# Trains with torchrun: one process per GPU or, without GPUs, two processes on the CPU.
 #
-#   ./launch.sh [--config FILE] [section.key=value ...]    on one machine
-#   NNODES=2 RDZV=host:port ./launch.sh ...                on several: the same command on each
-#   sbatch --nodes=2 --gpus-per-node=4 launch.sh ...       SLURM; or [srun] ./launch.sh in an salloc
-#   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a  a sweep; %a is the array task's index
+# The script uses the active Python if all packages are installed there. Otherwise, it uses the
+# environment .venv next to the script, and creates it if necessary.
+#
+#   ./launch.sh [--config FILE] [section.key=value ...]    train on this machine
+#   NNODES=2 RDZV=host:port ./launch.sh ...                train on two machines: run this on both
+#   sbatch --nodes=2 --gpus-per-node=4 launch.sh ...       train in a SLURM job
+#   [srun] ./launch.sh ...                                 train in the job of an salloc shell
+#   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a  train a sweep: %a is the array task's id
 #   ./launch.sh test [--all] [pytest options]              run the quick tests, or all, in parallel
 #   ./launch.sh copy DIR [--without PART,...]              create a folder for your own experiment
 #
-# See docs/clusters.md, also for the variables NPROC, RDZV_TIMEOUT and MAX_RESTARTS.
-#SBATCH --job-name=knockout --time=12:00:00 # a longer run is requeued and resumes
+# docs/clusters.md explains these commands, and the variables NPROC, RDZV_TIMEOUT and MAX_RESTARTS.
+#SBATCH --job-name=knockout --time=12:00:00 # a job that needs more time is requeued and resumes
 #SBATCH --ntasks-per-node=1   # one launch.sh per node, with its own log slurm-<job>.node<n>.out
-#SBATCH --exclusive           # all CPUs; for a share of them: --oversubscribe --cpus-per-task=n
-#SBATCH --signal=B:USR1@300   # 300 s before the limit: a step or evaluation batch, and a checkpoint
-#SBATCH --requeue --open-mode=append # after the limit, preemption or a node failure; append to logs
-if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # after `sh launch.sh`
+#SBATCH --exclusive           # use all CPUs; to use n of them: --oversubscribe --cpus-per-task=n
+#SBATCH --signal=B:USR1@300   # 300 s before the limit, for the current step and a checkpoint
+#SBATCH --requeue --open-mode=append # requeue after the limit, preemption or a failure; keep logs
+if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # if it was started by `sh launch.sh`
 set -euo pipefail +o posix
 
 main() {
@@ -39,34 +42,34 @@ main() {
 
 die() { echo "error: $1" >&2; exit "${2:-1}"; }
 
-find_here() { # the folder of this script, which may be called by a link
+find_here() { # sets `here` to the folder of this script, even if it is called through a link
   local file=${BASH_SOURCE[0]}
   if [ -L "$file" ]; then file=$(readlink -f "$file"); fi
   here=$(CDPATH='' cd "$(dirname "$file")" && pwd)
 }
 
 set_up_batch_job() {
-  job=$SLURM_JOB_ID # for a task of an array, it may denote the whole array
+  job=$SLURM_JOB_ID # in a job array, this may be the id of the complete array
   if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
   export STOP_FILE=$PWD/slurm-$job.stop # once it exists, all ranks stop at the same step and save
   rm -f "$STOP_FILE"
   stop_requested=no
   trap 'stop_requested=yes; touch "$STOP_FILE"' USR1 USR2 XCPU
-  trap : TERM # SLURM signals the processes, too; this shell waits for them
+  trap : TERM # SLURM also signals the training processes, and this shell waits for them
   here=$(scontrol show job "$job" | sed -n 's|^ *Command=\(.*\)/launch\.sh.*|\1|p')
-  [ -f "$here/train.py" ] || die "pass launch.sh itself to sbatch, not a link or a copy: it must be\
- in the folder of train.py"
+  [ -f "$here/train.py" ] || die "train.py is not next to the script of this job: pass launch.sh\
+ itself to sbatch, not a link or a copy"
 }
 
-choose_python() { # and if none has the modules, install the requirements $1
+choose_python() { # sets `python`; if no Python has the modules, installs the requirements $1
   for python in python python3; do
     if has_modules; then return; fi
   done
   python=$here/.venv/bin/python
-  install "$1" 9<"$here/$1" # opened to be locked
+  install "$1" 9<"$here/$1" # descriptor 9 is for the lock
 }
 
-has_modules() { # torch and PyG of versions that the code can use, and if so, sets `gpus` to their number
+has_modules() { # checks modules, and versions of torch and PyG; sets `gpus` to the number of GPUs
   gpus=$("$python" -c "import torch, sys, importlib.util as u
 from importlib.metadata import version
 if not all(map(u.find_spec, '$modules'.split())): sys.exit(1)
@@ -79,23 +82,24 @@ install() {
   if command -v flock >/dev/null; then flock 9; fi # only one launch.sh installs at a time
   if has_modules; then return; fi
   local venv=$here/.venv base
-  base=$(command -v python3 || command -v python) || die "there is no Python: install Python 3.10 or newer"
+  base=$(command -v python3 || command -v python) || die "Python is missing: install 3.10 or newer"
   "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$base is older than Python 3.10: activate a newer Python"
   echo "Installing $1 into $venv (only once; this takes minutes, because PyTorch is large)"
-  [ -e "$venv" ] || rm -f "$venv" # a link to an environment that is gone
-  [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot create $venv"
+  [ -e "$venv" ] || rm -f "$venv" # remove a broken link
+  [ -x "$python" ] || "$base" -m venv "$venv" || die "cannot create $venv: see the error above"
   "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null 2>&1 ||
     die "$venv has no pip: remove it, install python3-venv and repeat the command"
-  "$python" -m pip install -q --disable-pip-version-check -r "$here/$1" || die "cannot install $1"
+  "$python" -m pip install -q --disable-pip-version-check -r "$here/$1" ||
+    die "cannot install $1: see the error above"
   has_modules || die "after the installation, $python still lacks one of ${modules// /, }:\
  remove $venv and repeat the command"
-  echo "Installed: launch.sh uses $python from now on"
+  echo "Installed: from now on, launch.sh uses $python"
 }
 
 run_tests() {
-  [ -d "$here/tests" ] || die "there is no $here/tests: copy this folder from the template"
-  unset PYTHONSAFEPATH # the tests are imported from here
+  [ -d "$here/tests" ] || die "$here/tests does not exist: copy it from the template"
+  unset PYTHONSAFEPATH # otherwise, Python cannot import the tests from this folder
   modules+=" pytest ruff xdist"
   choose_python requirements-dev.txt
   cd "$here"
@@ -105,13 +109,13 @@ run_tests() {
 
 make_copy() {
   local script=$here/tests/template/make_copy.py base
-  [ -f "$script" ] || die "there is no $script: run this command in the template, or copy this\
+  [ -f "$script" ] || die "$script does not exist: run this command in the template, or copy this\
  folder with cp -r"
-  base=$(command -v python3 || command -v python) || die "there is no Python: install Python 3.10 or newer"
+  base=$(command -v python3 || command -v python) || die "Python is missing: install 3.10 or newer"
   exec "$base" "$script" "$@"
 }
 
-start_or_join_job_step() { # ids from 4294967290 up are the batch script or a shell in salloc
+start_or_join_job_step() { # step ids from 4294967290 mean the batch script or a shell in salloc
   if [ "${SLURM_STEP_ID:-4294967290}" -lt 4294967290 ]; then
     join_job_step
   elif has_slurm "${SLURM_NNODES:-1}"; then
@@ -119,7 +123,7 @@ start_or_join_job_step() { # ids from 4294967290 up are the batch script or a sh
   fi
 }
 
-has_slurm() { # or not, as in a container, where a job of $1 nodes must be one of a single node
+has_slurm() { # whether SLURM's commands exist; in a container without them, $1 nodes must be 1
   if command -v scontrol >/dev/null; then return; fi
   [ "$1" = 1 ] || die "the SLURM commands are not available, for example because this is a\
  container: set NNODES=$1 and RDZV=host:port on each node, or NNODES=1 to use only this node"
@@ -137,17 +141,17 @@ join_job_step() {
   RDZV+=:$((20000 + SLURM_JOB_ID % 10000))
 }
 
-start_job_step() { # one launch.sh per node; in a batch script, end or requeue the job after them
+start_job_step() { # starts one launch.sh per node; a batch script then ends or requeues the job
   local srun=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1
     --cpu-bind=none --kill-on-bad-exit=0 --wait=120
     ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"})
   if [[ ${BASH_SOURCE[0]} != */slurm_script ]]; then exec "${srun[@]}" "$here/launch.sh" "$@"; fi
   "${srun[@]}" --output="slurm-$job.node%n.out" --open-mode=append "$here/launch.sh" "$@" &
-  while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal interrupts wait
+  while kill -0 $! 2>/dev/null; do wait $! || true; done # a signal makes wait return early
   local state status=0
   wait $! || status=$?
   rm -f "$STOP_FILE"
-  state=$(scontrol --oneliner show job "$job" || true) # not RUNNING after scancel: do not requeue
+  state=$(scontrol --oneliner show job "$job" || true) # after scancel, it is not RUNNING
   # SLURM does not requeue a preempted job that exits within its GraceTime.
   if [[ $state == *JobState=RUNNING* &&
     ($state == *\ PreemptTime=[0-9]* || ($stop_requested == yes && $status == 0)) ]]; then
@@ -163,16 +167,17 @@ start_job_step() { # one launch.sh per node; in a batch script, end or requeue t
 set_up_torchrun() {
   local threads processes=${NPROC:-$((gpus > 0 ? gpus : 2))} signals
   signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU
-  if [ -z "$(trap -p HUP)" ]; then signals+=,SIGHUP; fi # under nohup, it stays ignored
+  if [ -z "$(trap -p HUP)" ]; then signals+=,SIGHUP; fi # under nohup, it remains ignored
   [[ $processes =~ ^[1-9][0-9]*$ ]] ||
     die "NPROC=$processes is not a number of processes: unset it to use one process per GPU, or 2\
  on the CPU"
-  if [ -f "$here/ddp_threads.py" ]; then # else as many as torch and torchrun choose
+  if [ -f "$here/ddp_threads.py" ]; then # otherwise, torch and torchrun choose the number
     threads=$("$python" "$here/ddp_threads.py" "$processes")
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
   fi
-  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} # s, to step and save
-  # Its traceback after Ctrl-C, or another signal that it has passed on, would look like a crash.
+  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} # in seconds
+  # The limit above is the time for the last step and a checkpoint. The wrapper below replaces the
+  # traceback that torchrun prints after Ctrl-C and other signals, which would look like a crash.
   torchrun=("$python" -c 'import sys
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.run import main
@@ -183,7 +188,7 @@ except SignalException as stop:
     --max-restarts="${MAX_RESTARTS:=0}" --signals-to-handle="$signals")
 }
 
-set_up_one_machine() { # whose name need not resolve
+set_up_one_machine() { # works even if the name of the machine cannot be resolved
   torchrun+=(--nnodes=1 --local-addr=127.0.0.1 --standalone)
 }
 
@@ -193,8 +198,9 @@ set_up_rendezvous() {
   meeting=$("$python" "$here/ddp_machines.py" "$NNODES" "${RDZV:-}" "${RDZV_TIMEOUT:-600}")
   read -r interface own_address endpoint settings <<<"$meeting"
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
-  export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # warnings print pages of C++ stack
-  # With the store that torchrun shares by default, rounds after the first do not work (torch 2.13).
+  export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # its warnings have long C++ traces
+  # In torch 2.13, rendezvous rounds after the first fail with the store that torchrun shares by
+  # default.
   if [[ $NNODES = *:* || $MAX_RESTARTS != 0 ]]; then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi
   torchrun+=(--nnodes="$NNODES" --local-addr="$own_address" --rdzv-backend=c10d
     --rdzv-endpoint="$endpoint" --rdzv-id="${SLURM_JOB_ID:-launch}" --rdzv-conf="$settings")

@@ -1,9 +1,12 @@
-"""The meaning of the model's outputs: their columns, the loss of each score, and the predictions.
+"""The meaning of the model's outputs: their loss, and how predictions are computed from them.
 
-A loss is a class in this module and an entry of `LOSSES`; optim.loss selects it by the entry's
-name. The class lists the columns that the model has for each score. The first column predicts the
-score, in standard deviations from the mean. The baseline and all terms of the model add to it.
-Further columns predict more, such as the uncertainty. They are 0 at the start of training.
+To add a loss, write a subclass of `Criterion`, and add it to `LOSSES`. Its name there is the value
+of optim.loss.
+
+The class lists the columns that the model outputs for each score. The first column predicts the
+score, by default in standard deviations from the mean. The baseline is added to this column only.
+Further columns can predict something else, such as the uncertainty. They are 0 at the start of
+training.
 
 Shapes: n rows of T scores, C columns of a score, M models.
 """
@@ -16,16 +19,19 @@ from errors import UserError
 
 
 class Criterion:
-    """Base class of all losses. Your own loss overrides what differs.
+    """Base class of all losses. Your own loss overrides the attributes and methods that differ.
 
-    `mean` and `std` are the offset and the scale of the first column, from `unit`, float64 [T].
+    `mean` and `std`, float64 [T] each, are the origin and the unit of the first column, from
+    `origin_and_unit`.
     """
 
-    columns: tuple[str, ...]  # names of a score's columns in the output
-    # Scale on which the terms of a prediction add up, such as "logit"; "": the score itself.
+    columns: tuple[str, ...]  # names of the columns that the model outputs for each score
+    # Name of the scale on which the terms of a prediction are added, such as "logit". "" means the
+    # scale of the scores.
     link = ""
     is_binary = False  # whether scores are 0 and 1, and predictions are probabilities of 1
-    # True if training cannot start from the baseline, which has the unit of `squared`.
+    # True if training must start from the mean, because the first column does not have the unit of
+    # the baseline.
     starts_from_mean = False
 
     def __init__(self, mean: Tensor, std: Tensor):
@@ -38,49 +44,54 @@ class Criterion:
 
     @staticmethod
     def check(y: Tensor) -> None:
-        """Raises `UserError` if scores [n, T] are not valid for this loss; missing ones are nan."""
+        """Raises `UserError` if a score is not valid for this loss.
+
+        Missing scores in y [n, T] are nan.
+        """
 
     @staticmethod
     def origin_and_unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the offset and the scale of the first column, [T] each.
+        """Returns the origin and the unit of the first column, [T] each.
 
-        The score, or its link, is offset + scale * column. `mean` and `std` are the mean and
-        standard deviation of the training scores.
+        On the scale of `link`, a prediction is origin + unit * column. The arguments are the mean
+        and the standard deviation of the training scores, which are also the default.
         """
         return mean, std
 
     @staticmethod
     def inverse_link(total: Tensor) -> Tensor:
-        """Returns predictions as scores, given the sums of their terms, such as logits."""
+        """Returns predictions on the scale of the scores, given sums of terms, such as logits."""
         return total
 
     def losses(self, output: Tensor, y: Tensor) -> Tensor:
         """Returns the loss of each score, [n, T], given outputs [n, T, C] and scores y [n, T].
 
-        A missing score may be any finite number, because the caller gives its loss the weight 0.
+        For a missing score, y contains any finite number, and the caller multiplies its loss by 0.
         """
         raise NotImplementedError
 
     def standardise(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns scores [n, T] in the unit of the first column."""
+        """Returns scores [n, T] relative to the origin of the first column, and in its unit."""
         return ((y - self.mean) / self.std).to(dtype)
 
     def total(self, output: Tensor) -> Tensor:
-        """Returns the sum of each prediction's terms, on the scale of `link`, float64 [n, T]."""
+        """Returns the sum of each prediction's terms on the scale of `link`, float64 [n, T]."""
         return self.mean + self.std * output.select(-1, 0)
 
     def predictions(self, output: Tensor) -> dict[str, Tensor]:
-        """Returns all predictions by name, float64 [n, T] each, given outputs [n, T, C].
+        """Returns {name: predictions, float64 [n, T]}, given outputs [n, T, C].
 
-        The first is `prediction`, in the unit of the scores.
+        The first name is `prediction`, the predicted score. Your own loss can add predictions, such
+        as `sd`.
         """
         return {"prediction": self.inverse_link(self.total(output))}
 
     @staticmethod
     def together(predictions: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns an ensemble's predictions by name, [n, T], given those of M models, [M, n, T].
+        """Returns the predictions of an ensemble, {name: [n, T]}.
 
-        They are means over the models. With several models, `sd` is the standard deviation of their
+        `predictions` contains the predictions of its M models, {name: [M, n, T]}. The result is the
+        mean over the models. If there are several models, `sd` is the standard deviation of their
         predictions.
         """
         means = {name: of_models.mean(dim=0) for name, of_models in predictions.items()}

@@ -1,20 +1,37 @@
-"""One graph for all samples, and the nodes and edges that each sample removes or scales.
+"""One graph for all samples of a batch: message passing without dead nodes, and without copies.
 
-A sample perturbs a few nodes. At level 0, a node is dead, and so are all edges that touch it. At
-any other level, it lives, and its messages are multiplied by the level. Exactly the edges of dead
-nodes are masked, and summation is linear. Therefore, the sums over the living edges of B samples
-need no copy of the graph:
+A sample perturbs a few nodes, and gives each of them a level. At level 0, a node is dead, and all
+edges that touch it are dead, too. At any other level, a node lives, and the messages that it sends
+are multiplied by its level. All nodes that a sample does not perturb have level 1.
 
-    sum over living edges = keep * (A @ (level * X))     X: [N, B, H], level: [N, B, 1], A: [N, N]
+The usual approach in PyG is to copy the graph B times, and to multiply the message of each copied
+edge by a mask. Here, all samples share one graph, because an edge is dead exactly if its source or
+its target is dead. A dead source sends its state times its level, which is 0. The sum that a dead
+target receives can be set to 0 after the summation. Summation is linear, so one sparse product
+gives the sums over the living edges of all samples:
 
-Here, `level` is the level of each node, 1 if it is intact, and `keep` is True where it is not 0.
-`SharedGraph.levels`, `SharedGraph.keep` and `SharedGraph.propagate` compute the factors. If all
-samples have the same states, as in the first layer, `SharedGraph.propagate_from_one` needs one
-product for all. Layers that need a value for each edge, such as attention, use `expand` and
-`EdgeMasks`: B block-diagonal copies of the graph, and a boolean for each copied edge.
+    sums = keep * (A @ (level * X))
+
+    X      [N, B, H]  states of the nodes in each sample
+    level  [N, B, 1]  level of each node in each sample: 1 if it is intact, 0 if it is dead
+    A      [N, N]     adjacency matrix, shared by all samples: A[i, j] is the weight of edge j -> i
+    keep   [N, B, 1]  True for living nodes, level > 0
+    sums   [N, B, H]  sum of the messages that each node receives in each sample
+
+The product treats the states as a dense matrix [N, B * H]. `SharedGraph.levels` returns `level`,
+and `SharedGraph.keep` returns `keep`. `SharedGraph.propagate` returns `A @ (level * X)`, summed
+over the relations. It does not multiply by `keep`, because dead nodes send nothing and readouts
+omit them, so nothing reads their sums. In the first layer, the states are the same in all samples,
+X: [N, 1, H]. `SharedGraph.propagate_from_one` then computes one product for all samples, and
+corrects the messages of the perturbed nodes.
+
+Layers that need a value for each edge, such as attention, use B block-diagonal copies of the graph
+instead: `SharedGraph.expand` returns the edge indices of the copies, and `SharedGraph.edge_masks`
+a boolean for each copied edge. `EdgeMasks` computes the same masks, but reuses their memory.
 
 Shapes: N nodes, R relations, E edges over all relations, E_r edges of relation r, H channels, B
-samples in the batch, P perturbed nodes in the batch, D dead edges in the batch.
+samples in the batch, P perturbed nodes in the batch, D dead edges in the batch, b samples in a
+block of the batch.
 """
 
 from collections.abc import Iterator
@@ -36,44 +53,60 @@ def num_samples(batch: Data) -> int:
 
 
 def sum_by_sample(values: Tensor, batch: Data) -> Tensor:
-    """Returns the sum of values [P, ...] over each sample's perturbed nodes, [B, ...]."""
+    """Returns the sum of `values` over the perturbed nodes of each sample, [B, ...].
+
+    `values` [P, ...] has one entry for each perturbed node of the batch.
+    """
     return scatter(values, batch.perturbed_batch, dim_size=num_samples(batch))
 
 
 def starts_of_samples(perturbed: Tensor, ptr: Tensor, out_degree: Tensor) -> np.ndarray:
-    """Returns the offsets of each sample's perturbed nodes and of their out-edges, [2, B + 1]."""
+    """Returns the offsets of each sample in two lists of a batch, int64 [2, B + 1].
+
+    The first row has the offsets in the list of perturbed nodes, which are `ptr` itself. The second
+    row has the offsets in the list of the edges that leave these nodes.
+
+    Args:
+        perturbed: the perturbed nodes of all samples, long [P].
+        ptr: offset of each sample's perturbed nodes, long [B + 1].
+        out_degree: number of edges that leave each node, long [N].
+    """
     return torch.stack([ptr, cumsum(out_degree[perturbed])[ptr]]).numpy()
 
 
-# The basis of a node with one effect, whose dose is 1 - level, [3, 1].
+# Maps the three `doses` of a level to the only dose of a node with one effect, 1 - level, [3, 1].
 LINEAR = torch.tensor([[1.0], [1.0], [0.0]])
 
 
 def doses(level: Tensor) -> Tensor:
-    """Returns loss, gain and deletion of nodes at these levels [P], [P, 3].
+    """Returns three doses of each perturbed node, [P, 3], given the levels [P].
 
-    They are max(0, 1 - level), min(0, 1 - level), and 1 at level 0.
+    The columns are the loss, max(0, 1 - level); the gain, min(0, 1 - level), which is negative; and
+    the deletion, which is 1 at level 0 and otherwise 0. All three are 0 for an intact node.
     """
     change = 1 - level
     return torch.stack([change.clamp(min=0), change.clamp(max=0), (level == 0).to(change)], dim=1)
 
 
 class SharedGraph(nn.Module):
-    """The graph's topology on one device, without parameters or entries in the state dict.
+    """The graph's edges on one device, for message passing in all samples of a batch.
 
-    All tensors except the degrees are non-persistent buffers, so one `.to(device)` moves the graph.
-    Keep it out of the module that DDP wraps, because DDP would broadcast it in every forward pass.
-    Batches come from `data.KnockoutDataset`; a batch on a different device raises `RuntimeError`.
-    Methods that take a batch never synchronise with the host.
+    The graph has no parameters, and no entries in the state dict. All its tensors except the
+    degrees are non-persistent buffers, so one `.to(device)` moves the graph. Keep it out of the
+    module that DDP wraps, because DDP would broadcast it in every forward pass.
+
+    Methods with an argument `batch` expect a batch of a `data.KnockoutDataset`. They raise
+    `RuntimeError` if the batch is on a different device. They never make the host wait for the GPU.
 
     Args:
-        graph: a `HeteroData` whose edge types all connect `node_type` with itself. Each has an
-            `edge_index` [2, E_r] and, unless all weights are 1, a positive `edge_weight` [E_r].
-            Nodes may have features `x` [N, F].
+        graph: a `HeteroData` whose edge types all connect `node_type` with itself. Each edge type
+            has an `edge_index` [2, E_r] and, unless all weights are 1, a positive `edge_weight`
+            [E_r]. Nodes may have features `x` [N, F].
+        node_type: name of the node type.
 
     Raises:
-        ValueError: there are no edge types, or one has a different node type, a wrong shape or a
-            node outside [0, N).
+        ValueError: the graph has no edge types, an edge type connects a different node type, or an
+            `edge_index` has a wrong shape or a node outside [0, N).
     """
 
     def __init__(self, graph: HeteroData, node_type: str = "gene"):
@@ -81,7 +114,7 @@ class SharedGraph(nn.Module):
         self.num_nodes = int(graph[node_type].num_nodes)
         self.relations: list[EdgeType] = list(graph.edge_types)
         if not self.relations:
-            raise ValueError("the graph has no edge types")
+            raise ValueError("the graph has no edge types: add one with an edge_index")
         graph.validate()
         edge_indices = []
         weights = []
@@ -112,7 +145,10 @@ class SharedGraph(nn.Module):
         self.reused_masks = EdgeMasks(self)
 
     def _add_incidence(self, relation: Tensor) -> None:
-        """Stores, as CSR, the edges of relation r that touch node n in row n * R + r."""
+        """Stores the ids of the edges that touch each node, as CSR.
+
+        Row n * R + r contains the edges of relation r that touch node n.
+        """
         source, target = self.edge_index
         num_relations = len(self.relations)
         no_loop = (source != target).nonzero().squeeze(1)  # list a self-loop only once
@@ -121,15 +157,18 @@ class SharedGraph(nn.Module):
         row, order = (node * num_relations + relation[edge]).sort(stable=True)
         self._buffer("incidence", edge[order].int())
         self._buffer("incidence_ptr", index2ptr(row, self.num_nodes * num_relations))
-        # The number of edges that die with each node, [N]. Datasets use it, so it stays on the CPU.
+        # Number of edges that die with each node, [N]. It stays on the CPU, where datasets use it.
         self.degree = self.incidence_ptr[::num_relations].diff()
 
     def _add_out_edges(self, relation: Tensor) -> None:
-        """Stores at r * N + n the offset of relation r's edges from node n in `stack.by_source`."""
+        """Stores the offsets of each node's out-edges in the entries of `stack.by_source`.
+
+        Entry r * N + n of `out_ptr` is the offset of the edges of relation r that leave node n.
+        """
         row = relation * self.num_nodes + self.edge_index[0]
         count = row.bincount(minlength=len(self.relations) * self.num_nodes)
         self._buffer("out_ptr", cumsum(count))
-        # The number of edges that leave each node, [N]. Datasets use it, so it stays on the CPU.
+        # Number of edges that leave each node, [N]. It stays on the CPU, where datasets use it.
         self.out_degree = count.view(-1, self.num_nodes).sum(0)
 
     def _buffer(self, name: str, tensor: Tensor) -> None:
@@ -148,11 +187,14 @@ class SharedGraph(nn.Module):
         if batch.perturbed.device != self.device:
             raise RuntimeError(
                 f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
-                f"call batch = batch.to('{self.device}') before the model sees it"
+                f"call batch = batch.to('{self.device}') before you pass it to the model"
             )
 
     def levels(self, batch: Data) -> Tensor:
-        """Returns the level of each node in each sample, [N, B], in the graph's dtype."""
+        """Returns the level of each node in each sample, [N, B], in the graph's dtype.
+
+        Nodes that a sample does not perturb have level 1.
+        """
         self.check(batch)
         levels = self.edge_weight.new_ones(self.num_nodes, num_samples(batch))
         changed = batch.level.to(levels.dtype)
@@ -163,61 +205,64 @@ class SharedGraph(nn.Module):
         return self.levels(batch) > 0
 
     def samples_at_once(self, states: Tensor) -> int:
-        """Returns how many samples to process at once, given the states [N, 1, H] of one sample.
+        """Returns the number of samples to process at once, given the states [N, 1, H] of a sample.
 
-        On a CPU, their states fit in the cache. On a GPU, the sums of all relations fit in 4 GB.
+        On a CPU, the states of these samples, [N, b, H], fit in the cache of a core. On a GPU,
+        their sums for all relations, [R * N, b, H], fit in 4 GiB. The number is at least 1.
         """
-        # About the cache of a CPU core.
+        # Largest size of the states in bytes. 1 MiB is about the cache of a CPU core.
         size = 2**32 // len(self.relations) if states.is_cuda else 2**20
         return max(1, size // (states.numel() * states.element_size()))
 
     def in_blocks(self, batch: Data, states: Tensor) -> Iterator[Samples]:
-        """Yields a batch in blocks of `samples_at_once(states)` samples."""
+        """Yields a batch in blocks of up to `samples_at_once(states)` samples."""
         first = 0
         for level in self.levels(batch).split(self.samples_at_once(states), dim=1):
             yield Samples(batch, first, level)
             first += level.size(1)
 
     def dead_edges(self, batch: Data) -> Tensor:
-        """Returns the flat ids of the dead edges, long [D], in O(D).
+        """Returns the ids of the dead edges of all samples, long [D].
 
-        An id is a position in `torch.cat(list(edge_masks(batch).values()))`. An edge between two
-        dead nodes is listed twice.
+        An id is an index into `torch.cat(list(edge_masks(batch).values()))`. An edge between two
+        dead nodes is listed twice. Time and memory are proportional to the number of dead edges and
+        perturbed nodes, and do not depend on the number of all edges.
         """
         self.check(batch)
         num_relations = len(self.relations)
-        # Segment k * R + r holds the edges of relation r that die with perturbed node number k.
+        # Segment k * R + r has the edges of relation r that die with perturbed node number k.
         bounds = self.incidence_ptr.unfold(0, num_relations + 1, num_relations)  # [N, R + 1]
         bounds = bounds.index_select(0, batch.perturbed)
         start = bounds.narrow(1, 0, num_relations).flatten()  # [P * R]
         length = (bounds.diff() * (batch.level == 0).unsqueeze(1)).flatten()
-        # Dead edge i is entry i - first[s] of its segment s.
+        # Dead edge number i is entry i - first[s] of its segment s.
         first = length.cumsum(0) - length
         segment = torch.repeat_interleave(length, output_size=batch.num_dead_edges)
         position = torch.arange(batch.num_dead_edges, device=self.device)
         position += (start - first).index_select(0, segment)
         edge = self.incidence.index_select(0, position)
-        # The edge is preceded by the copies of all earlier relations and by the copies of its own
-        # relation in earlier samples. `edge` already counts one copy of each earlier relation.
+        # In the concatenated masks, the copies of all earlier relations precede the edge, and so do
+        # the copies of its own relation in earlier samples. `edge` already counts one copy of each
+        # earlier relation.
         sample = batch.perturbed_batch.unsqueeze(1)
         num_others = num_samples(batch) - 1
         preceding = num_others * self.edge_offsets + sample * self.edge_counts  # [P, R]
         return preceding.flatten().index_select(0, segment).add_(edge)
 
     def edge_masks(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """Returns {edge type: bool [B * E_r]}, True for living edges.
+        """Returns the mask of the copied edges, {edge type: bool [B * E_r]}, True for living edges.
 
-        Sample k has the entries `[k * E_r, (k + 1) * E_r)`. `EdgeMasks` gives the same masks, but
-        reuses its memory.
+        Sample k has the entries `[k * E_r, (k + 1) * E_r)`, in the order of `expand`. `EdgeMasks`
+        returns the same masks, but reuses its memory.
         """
         return EdgeMasks(self)(batch)
 
     def expand(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """Returns {edge type: long [2, B * E_r]}, block-diagonal edge indices.
+        """Returns the edge indices of B copies of the graph, {edge type: long [2, B * E_r]}.
 
-        Node n of sample k is `k * N + n`. The edges of each sample have the order of the graph's
-        `edge_index`. Values [E_r, F] of the edges become those of the copies with
-        `values.repeat(B, 1)`.
+        They are block-diagonal, as in a PyG `Batch`: node n of sample k has the number `k * N + n`.
+        The edges of each sample have the same order as the graph's `edge_index`. If the edges have
+        values [E_r, F], the copies of the edges have the values `values.repeat(B, 1)`.
         """
         self.check(batch)
         sample = torch.arange(num_samples(batch), device=self.device).unsqueeze(1)
@@ -227,17 +272,23 @@ class SharedGraph(nn.Module):
         return dict(zip(self.relations, copies, strict=True))
 
     def by_relation(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Splits values of the edges [E, ...] into one tensor for each relation."""
+        """Splits values of the edges, [E, ...], into one tensor for each relation, [E_r, ...]."""
         return values.split(list(self.num_edges.values()))
 
     def propagate(
         self, x: Tensor, gate: Tensor | None = None, level: Tensor | None = None
     ) -> Tensor:
-        """Returns the sum over relations r of gate_r * (A_r @ (level * x)), [N, B, H].
+        """Returns the weighted sums of the messages that each node receives, [N, B, H].
 
-        `x` is [N, B, H], `gate` is [R, H] and `level` is [N, B]; gate and level are 1 by default.
-        The sums of dead nodes are not masked, because nothing reads them. Products have the graph's
-        dtype, and the result has the dtype of level * x.
+        They are the sum over the relations r of gate_r * (A_r @ (level * x)). Here, A_r[i, j] is
+        the normalised weight of the edge of relation r that leads from node j to node i. The sums
+        of dead nodes are not masked, because nothing reads them. Products are computed in the
+        graph's dtype, and the result has the dtype of level * x.
+
+        Args:
+            x: states of the nodes in each sample, [N, B, H].
+            gate: factor of each relation and channel, [R, H], 1 by default.
+            level: level of each node in each sample, [N, B], 1 by default.
         """
         if level is not None:
             x = level.unsqueeze(-1) * x
@@ -247,11 +298,16 @@ class SharedGraph(nn.Module):
         return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
 
     def propagate_from_one(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
-        """Returns `propagate` of x [N, 1, H], the same states in all b samples, [N, b, H].
+        """Returns the result of `propagate` if all samples have the same states, [N, b, H].
 
-        The sums are computed once for intact nodes. For each sample, the differences of the
-        messages that its perturbed nodes send are then added to the targets of their edges. Without
-        samples, b is 1.
+        The sums are computed once, for intact nodes. A perturbed node sends level * x instead of x.
+        Therefore, (level - 1) times its message is added to the sums at the targets of its edges,
+        in each sample that perturbs it.
+
+        Args:
+            x: states of the nodes in all samples, [N, 1, H].
+            gate: factor of each relation and channel, [R, H].
+            samples: a block of b samples. None: all nodes are intact, and b is 1.
         """
         sums = self.propagate(x, gate)
         if samples is None:
@@ -263,26 +319,27 @@ class SharedGraph(nn.Module):
 
 
 class EdgeMasks:
-    """The masks of `SharedGraph.edge_masks` in reused memory, valid until the next call.
+    """Computes the masks of `SharedGraph.edge_masks` in reused memory.
 
-    A call only resets the dead edges of the previous batch and clears those of the new one. New
-    masks would have to write B * E entries.
+    The masks are valid until the next call, which overwrites them. A call only writes the entries
+    of dead edges: it sets the dead edges of the previous batch to True, and the dead edges of its
+    own batch to False. Masks in new memory would need B * E written entries.
     """
 
     def __init__(self, graph: SharedGraph):
         self.graph = graph
-        # A mask, and the dead edges of the previous batch, which are its only False entries; or
-        # None.
+        # The masks of all relations as one tensor, and the ids of the dead edges of the previous
+        # batch, which are its only False entries. None: there is no memory to reuse.
         self.memory: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, batch: Data) -> dict[EdgeType, Tensor]:
-        """Returns {edge type: bool [B * E_r]}, True for living edges."""
+        """Returns the masks of the copies, {edge type: bool [B * E_r]}, True for living edges."""
         graph = self.graph
         dead_edges = graph.dead_edges(batch)
         sizes = [num_samples(batch) * count for count in graph.num_edges.values()]
         size = sum(sizes)
         memory = self.memory
-        self.memory = None  # if this call is interrupted, the state of the mask is unknown
+        self.memory = None  # if this call is interrupted, the content of the memory is unknown
         if memory is None or len(memory[0]) < size or memory[0].device != graph.device:
             alive = torch.ones(size, dtype=torch.bool, device=graph.device)
         else:
@@ -295,11 +352,17 @@ class EdgeMasks:
 
 
 def normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:
-    """Returns weight / sqrt(in-degree of target * mean degree), [E].
+    """Returns the normalised weights of the edges, [E].
 
-    The degrees are sums of the weights of a relation. GCN (Kipf and Welling 2017) uses the
-    out-degree of the source instead of the mean degree. The knock-out of a node with many
-    neighbours would then have less effect on each of them.
+    They are weight / sqrt(in-degree of the target * mean in-degree of all nodes). A degree is a sum
+    of weights, in the relation of the edge. GCN (Kipf and Welling 2017) uses the out-degree of the
+    source instead of the mean degree. With the out-degree, the knock-out of a node with many
+    targets would have less effect on each of them.
+
+    Args:
+        weight: weight of each edge, [E].
+        target: target node of each edge, long [E].
+        relation: relation of each edge, long [E].
     """
     mean = relation.bincount(weight)[relation] / num_nodes
     target = relation * num_nodes + target

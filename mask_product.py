@@ -1,7 +1,10 @@
 """Sparse products with the adjacency matrices of all relations at once.
 
-Shapes: N nodes, R relations, H channels, B samples in the batch, P perturbed nodes in the batch, b
-samples of a block of the batch.
+`RelationStack` sums the messages of all nodes. `messages_of_perturbed` computes only the messages
+that perturbed nodes change.
+
+Shapes: N nodes, E edges of all relations, R relations, H channels, B samples in the batch, P
+perturbed nodes in the batch, b samples in a block of the batch.
 """
 
 import warnings
@@ -12,24 +15,25 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 
-# torch warns once per process about sparse tensors, but users cannot do anything about it.
+# torch warns once per process about sparse tensors, but users cannot change anything about it.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
 
 
 class CSR(NamedTuple):
-    """A sparse matrix with M rows in compressed row format."""
+    """A sparse matrix with M rows in compressed sparse row format, as in `torch.sparse_csr`."""
 
     ptr: Tensor  # int [M + 1], offset of the entries of each row
-    col: Tensor  # int [entries]
-    value: Tensor  # [entries]
+    col: Tensor  # int [entries], column of each entry
+    value: Tensor  # [entries], value of each entry
 
 
 class RelationMatrix(NamedTuple):
-    """The adjacency matrices of R relations, stacked vertically, [M, N].
+    """The adjacency matrices of R relations, [N, N] each, stacked vertically, [M, N].
 
-    If only rows with edges are stored, `relation` and `node` are the relation and the node of each
-    row, long [M]. If all R * N rows are stored, both are None.
+    If all rows are stored, M is R * N, row r * N + i belongs to relation r and node i, and
+    `relation` and `node` are None. If only rows with edges are stored, `relation` and `node` are
+    the relation and the node of each row, long [M].
     """
 
     csr: CSR
@@ -38,13 +42,19 @@ class RelationMatrix(NamedTuple):
 
 
 class RelationStack(nn.Module):
-    """The matrices A_r of all relations as one CSR matrix [R * N, N], and their transposes.
+    """The matrices A_r of all relations as one CSR matrix [R * N, N], and also their transposes.
 
-    If few of the rows have edges, only these M rows are stored. Otherwise, empty rows would take
-    nearly all of the time.
+    A_r[i, j] is the weight of the edge of relation r that leads from node j to node i. If less than
+    half of the rows have edges, only these rows are stored. Otherwise, a product would spend nearly
+    all of its time on empty rows.
+
+    Args:
+        edge_index: source and target of each edge, long [2, E].
+        relation: relation of each edge, long [E].
+        weight: weight of each edge, [E].
     """
 
-    SPARSE = 0.5  # below this share of rows with edges, empty rows are left out (measured)
+    SPARSE = 0.5  # below this fraction of rows with edges, empty rows are not stored (measured)
 
     def __init__(
         self,
@@ -79,23 +89,30 @@ class RelationStack(nn.Module):
 
     @property
     def by_target(self) -> RelationMatrix:
-        """A matrix whose row r * N + i has the edges of relation r that lead to node i."""
+        """The matrices A_r: row r * N + i has the edges of relation r that lead to node i."""
         csr = CSR(self.by_target_ptr, self.by_target_col, self.by_target_weight)
         return RelationMatrix(csr, self.by_target_relation, self.by_target_node)
 
     @property
     def by_source(self) -> RelationMatrix:
-        """A matrix whose row r * N + i has the edges of relation r that leave node i."""
+        """The transposes of A_r: row r * N + i has the edges of relation r that leave node i."""
         csr = CSR(self.by_source_ptr, self.by_source_col, self.by_source_weight)
         return RelationMatrix(csr, self.by_source_relation, self.by_source_node)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Returns the sum over relations r of gate_r * (A_r @ x), [N, B, H]."""
+        """Returns the sum over the relations r of gate_r * (A_r @ x), [N, B, H].
+
+        `x` [N, B, H] are the states of the nodes in each sample, and `gate` is [R, H].
+        """
         return _Propagate.apply(x, gate, self.by_target, self.by_source)
 
 
 class _Propagate(torch.autograd.Function):
-    """Implements `RelationStack.forward`; plain autograd would store the sums of each relation."""
+    """Implements `RelationStack.forward` with its gradients.
+
+    It stores only x and gate for the backward pass. Autograd would also store the sums of each
+    relation, [M, B, H].
+    """
 
     @staticmethod
     def forward(
@@ -116,7 +133,14 @@ class _Propagate(torch.autograd.Function):
 
 
 def sum_relations(sums: Tensor, gate: Tensor, rows: RelationMatrix, num_nodes: int) -> Tensor:
-    """Returns the sum over relations of gate * sums, [N, B, H]; overwrites sums [M, B, H]."""
+    """Returns the sum over the relations of gate * sums, [N, B, H]. It overwrites `sums`.
+
+    Args:
+        sums: a sum for each row of `rows` and each sample, [M, B, H].
+        gate: factor of each relation and channel, [R, H].
+        rows: the matrix whose product gave `sums`. It gives the relation and the node of each row.
+        num_nodes: N.
+    """
     if rows.relation is None:
         sums = sums.view(len(gate), num_nodes, *sums.shape[1:])
         return sums.mul_(gate.view(len(gate), 1, 1, -1)).sum(0)
@@ -125,7 +149,11 @@ def sum_relations(sums: Tensor, gate: Tensor, rows: RelationMatrix, num_nodes: i
 
 
 def sum_products(sums: Tensor, x: Tensor, rows: RelationMatrix, num_relations: int) -> Tensor:
-    """Returns the sum of x [N, B, H] * sums [M, B, H] over nodes and samples, [R, H]."""
+    """Returns the sum of x * sums over the nodes and the samples, for each relation, [R, H].
+
+    `x` [N, B, H] has a state for each node, and `sums` [M, B, H] has a sum for each row of `rows`.
+    The result is the gradient of the gates.
+    """
     if rows.relation is None:
         return (sums.view(num_relations, *x.shape) * x).sum((1, 2))
     of_row = (sums * x.index_select(0, rows.node)).sum(1)
@@ -133,7 +161,7 @@ def sum_products(sums: Tensor, x: Tensor, rows: RelationMatrix, num_relations: i
 
 
 def sparse_product(matrix: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x in the dtype of x."""
+    """Returns matrix @ x, [M, columns], in the dtype of x [N, columns]."""
     ptr, col, value = matrix
     num_rows = ptr.numel() - 1
     if col.numel() == 0 or x.is_meta:
@@ -144,13 +172,16 @@ def sparse_product(matrix: CSR, x: Tensor) -> Tensor:
     size = (num_rows, x.size(0))
     csr = torch.sparse_csr_tensor(ptr, col, value, size, check_invariants=False)
     out = y.new_empty(num_rows, y.size(1))
-    # `csr @ y` would first fill its result with zeros, and autocast would lower the precision.
+    # `csr @ y` would first fill its result with zeros, and autocast would reduce its precision.
     torch.addmm(out, csr, y.contiguous(), beta=0, out=out)
     return out.to(x.dtype)
 
 
 def _segment_product(matrix: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x with reproducible bits, unlike cuSPARSE."""
+    """Returns matrix @ x with reproducible bits, which cuSPARSE does not guarantee.
+
+    It computes the message of each entry, and then sums the messages of each row.
+    """
     sums = []
     for columns in x.split(64, dim=1):  # in blocks, because all messages of a block are stored
         messages = columns.index_select(0, matrix.col) * matrix.value.unsqueeze(1)
@@ -158,19 +189,22 @@ def _segment_product(matrix: CSR, x: Tensor) -> Tensor:
     return torch.cat(sums, dim=1)
 
 
-# ---- Messages that only the perturbed nodes send -------------------------------------------------
+# ---- Messages of the perturbed nodes -------------------------------------------------------------
 class Samples(NamedTuple):
-    """A block of consecutive samples of a batch."""
+    """A block of b consecutive samples of a batch."""
 
     batch: Data
-    first: int  # index of its first sample in the batch
-    level: Tensor  # level of each node, 1 if intact and 0 if dead, [N, b]
+    first: int  # index of the block's first sample in the batch
+    level: Tensor  # level of each node in each sample of the block, 1 if intact, 0 if dead, [N, b]
 
 
 def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
-    """Returns the slice of these samples' perturbed nodes, and the number of their out-edges.
+    """Returns where the perturbed nodes of a block are in the batch, and the number of their edges.
 
-    The number may be an upper bound. It is None if it is not known on the host.
+    The nodes are a slice of `batch.perturbed`. The number counts the edges that leave these nodes.
+    If the block is a complete batch with a field `num_out_edges`, the number is this field, an
+    upper bound. If the batch has neither this field nor `starts`, the number is None, because only
+    the device can compute it.
     """
     batch, first, level = samples
     bound = batch.get("num_out_edges")
@@ -186,12 +220,24 @@ def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
 def messages_of_perturbed(
     x: Tensor, gate: Tensor, samples: Samples, out_ptr: Tensor, by_source: CSR
 ) -> tuple[Tensor, Tensor]:
-    """Returns the targets [M] and the values [M, H] of the perturbed nodes' changed messages.
+    """Returns the M changes of messages that the perturbed nodes of a block cause.
 
-    A target is an index of the states [N * b]. A value is the message that a perturbed node, with
-    its state in x [N, H], sends along an edge, minus its message at level 1. `out_ptr` is that of
-    `SharedGraph`, and `by_source` is the matrix of its stack. For a block of a batch without
-    `starts`, the host waits for the GPU.
+    There is one change for each edge that leaves a perturbed node, in each sample that perturbs the
+    node. A change is the message at the node's level minus its message at level 1, which is
+    (level - 1) * weight * gate * x. The number M may include padding, with changes of 0.
+
+    If the batch has no field `starts`, the host has to wait for the GPU.
+
+    Args:
+        x: states of the nodes, the same in all samples, [N, H].
+        gate: factor of each relation and channel, [R, H].
+        samples: the block.
+        out_ptr: offsets of each node's edges in `by_source`, `SharedGraph.out_ptr`.
+        by_source: the edges sorted by relation and source, `RelationStack.by_source.csr`.
+
+    Returns:
+        The index of each change's target in the states [N, b, H], flattened to [N * b, H], long
+        [M]; and the changes, [M, H].
     """
     batch = samples.batch
     size = samples.level.size(1)
@@ -205,14 +251,15 @@ def messages_of_perturbed(
     change = (batch.level[nodes] - 1).to(x.dtype).unsqueeze(1) * x.index_select(0, perturbed)
     sent = (change.unsqueeze(1) * gate).flatten(0, 1)  # [P * R, H]
 
-    # Segment k * R + r holds the edges of relation r that leave perturbed node number k. The last
-    # segment fills the rest up to the bound with zero messages along arbitrary edges.
+    # Segment k * R + r has the edges of relation r that leave perturbed node number k. If the bound
+    # is larger than the number of these edges, a last segment has the rest: messages of 0 along
+    # arbitrary edges.
     number = torch.arange(int(length.sum()) if bound is None else bound, device=x.device)
     end = length.cumsum(0)
     segment = torch.searchsorted(end, number, right=True)
     sent = nn.functional.pad(sent, (0, 0, 0, 1))
     sample = nn.functional.pad(sample, (0, 1))
-    # Offset of the edge relative to its number.
+    # For each segment, the position of its edges in `by_source` minus their numbers.
     first = nn.functional.pad(start - end + length, (0, 1))
     _, col, weight = by_source
     edge = (number + first.index_select(0, segment)).remainder(max(1, len(col)))

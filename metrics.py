@@ -1,11 +1,11 @@
-"""Metrics: vectorised functions of y and predictions, with one value for each target.
+"""Metrics: functions of scores and predictions that return one value for each target.
 
-To log a further metric, write a function and add it to `METRICS`. It takes y [n, T], which is nan
-if a score is missing, the predictions [n, T], and the weights of the rows, [n, 1] or 1. It returns
-[T], nan where the metric is undefined.
+To log a further metric, write a function and add it to `METRICS`. Its first three arguments are the
+scores y [n, T], which are nan if they are missing; the predictions [n, T]; and the weights of the
+rows, [n, 1] or 1. It returns [T], with nan for each target for which the metric is undefined.
 
-Further parameters may name other entries of `Criterion.predictions`, such as `sd` [n, T]. Such a
-metric is left out for rivals, and for losses that do not predict these entries.
+Further parameters can have the name of another entry of `Criterion.predictions`, such as `sd`
+[n, T]. Such a metric is left out for rivals, and for losses that do not predict this entry.
 
 Shapes: n rows of T targets.
 """
@@ -20,19 +20,22 @@ from torch import Tensor
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Returns the mean of values [n, T] over rows, with weights [n, T]: [T], nan if all are 0."""
+    """Returns the weighted mean over rows, [T], given values and weights [n, T].
+
+    It is nan if all weights of a target are 0.
+    """
     return (values * weight).sum(dim=0) / weight.sum(dim=0)
 
 
 def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns the mean and the standard deviation of values [n, T] over rows, [T] each.
 
-    Values that are nan are ignored; the others have the given weights [n, T]. A standard deviation
-    of 0 is replaced by 1.
+    Values that are nan are ignored. `weight` contains the weights of the values, [n, T]. A standard
+    deviation of 0 is replaced by 1.
     """
     present = ~values.isnan()
     weight = (weight * present).to(values.dtype)
-    # Subtracted first, so that the mean of equal values is exact.
+    # The median is subtracted first, so that the mean of equal values is exact.
     middle = values.nanmedian(dim=0).values
     mean = middle + weighted_mean((values - middle).where(present, 0.0), weight)
     std = weighted_mean((values - mean).where(present, 0.0).square(), weight).sqrt()
@@ -41,23 +44,24 @@ def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, 
 
 
 def effective_share(weight: Tensor) -> Tensor:
-    """Returns the effective number of rows (Kish 1965), as a share of the rows with a weight, [T].
+    """Returns the effective number of rows (Kish 1965), divided by the number of rows, [T].
 
-    It is 1 for equal weights [n, T], and small if a few rows have nearly all of the weight. All
-    other weights are then small, so penalties must be small, too.
+    Only rows with a weight above 0 count. The result is 1 if their weights [n, T] are equal, and
+    small if a few rows have nearly all of the weight. In that case, all other weights are small, so
+    penalties must be small, too.
     """
     effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
     return effective / (weight > 0).sum(dim=0)
 
 
 def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns (values - mean) / standard deviation over rows, of values [n, T]; nan remains nan."""
+    """Returns (values - mean) / standard deviation of values [n, T] over rows; nan remains nan."""
     mean, std = mean_and_std(values, weight)
     return (values - mean) / std
 
 
 def mean_present(values: Tensor, y: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns the `weighted_mean` of values [n, T] over rows where y [n, T] is not missing, [T]."""
+    """Returns the `weighted_mean` of values [n, T] over the rows with a score in y [n, T], [T]."""
     present = ~y.isnan()
     return weighted_mean(values.where(present, 0.0), (weight * present).to(values.dtype))
 
@@ -68,7 +72,7 @@ def mse(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
 
 
 def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns R2, the explained share of the variance, [T], nan where y is constant."""
+    """Returns R2, the explained share of the variance, [T]; nan for a target with constant y."""
     _, std = mean_and_std(y, weight)
     is_defined = ~pearson(y, prediction, weight).isnan()
     return (1 - mse(y, prediction, weight) / std.square()).where(is_defined, math.nan)
@@ -92,8 +96,8 @@ def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Ten
     return pearson(rank(y), rank(as_ranked(y, prediction)), weight)
 
 
-# All metrics are logged, and so are those of the rivals. The first one is drawn, and it chooses
-# best.pt. Larger must be better.
+# All metrics are logged, for the model and its rivals. The first metric is plotted, and it chooses
+# best.pt. Larger values are better, unless `is_error` is True for the metric.
 METRICS = {
     "pearson": pearson,
 }
@@ -101,9 +105,9 @@ METRICS = {
 
 # ---- Ranks ---------------------------------------------------------------------------------------
 def rank(values: Tensor) -> Tensor:
-    """Returns the ranks of each target's values, from 1, float64 [n, T]; nan remains nan.
+    """Returns the ranks of each target's values, float64 [n, T]; nan remains nan.
 
-    Equal values have the mean of their ranks.
+    The smallest value has rank 1. Equal values have the mean of their ranks.
     """
     columns = values.T.nan_to_num(math.inf).contiguous()  # nan is sorted to the end
     ordered, order = columns.sort(dim=1)
@@ -115,10 +119,11 @@ def rank(values: Tensor) -> Tensor:
 
 
 def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns predictions to rank, minus the mean of y, float32 [n, T]; nan where y is missing.
+    """Returns the values by which predictions are ranked, float32 [n, T]; nan if y is missing.
 
-    In float64, predictions that are equal up to rounding would get different ranks. Probabilities
-    of scores of 0 and 1 are replaced by their logits, because many of them may be close to 0.
+    The mean of y is subtracted from the predictions before they are rounded to float32. In float64,
+    predictions that are equal up to rounding would get different ranks. Probabilities of scores of
+    0 and 1 are replaced by their logits, because many of them may be close to 0.
     """
     mean, _ = mean_and_std(y)
     is_binary = ((y == 0) | (y == 1) | y.isnan()).all(dim=0)
@@ -129,9 +134,9 @@ def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
 
 # ---- For the log and the best model --------------------------------------------------------------
 def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list[str]:
-    """Returns the names of a metric's parameters after the weight, except those in `but`.
+    """Returns the names of the further predictions that a metric needs, such as `sd`.
 
-    Parameters with a default are left out, too.
+    They are its parameters after the weight, without a default. Names in `but` are left out.
     """
     parameters = list(inspect.signature(metric).parameters.values())[3:]
     names = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
@@ -141,7 +146,7 @@ def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list
 def apply(
     metric: Callable[..., Tensor], y: Tensor, predictions: dict[str, Tensor], weight: Tensor | float
 ) -> Tensor:
-    """Returns the value of a metric, [T], given all predictions by name, [n, T] each."""
+    """Returns the value of a metric, [T], given {name: predictions, [n, T]}."""
     outputs = {name: predictions[name] for name in outputs_of(metric)}
     return metric(y, predictions["prediction"], weight, **outputs)
 
@@ -153,9 +158,14 @@ def metrics_beside_rivals(
     weight: Tensor | float = 1.0,
     functions: dict[str, Callable[..., Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns the metrics of the model by name, and those of each rival as `<rival>_<name>`.
+    """Returns {name: value, [T]} of the metrics of the model and of each rival.
 
-    `functions` are the metrics by name, by default `METRICS`.
+    The names of a rival's metrics begin with its name, as in `baseline_pearson`.
+
+    Args:
+        predictions: the predictions of the model, {name: [n, T]}.
+        rivals: {name of a rival: its predictions, [n, T]}.
+        functions: {name: metric}, by default `METRICS`.
     """
     sources = {"": predictions}
     for rival, prediction in rivals.items():
@@ -169,21 +179,24 @@ def metrics_beside_rivals(
 
 
 def names_in(metrics: dict[str, Any]) -> list[str]:
-    """Returns the names of all `METRICS` that are among the keys."""
+    """Returns the names of the `METRICS` that are keys of `metrics`."""
     return [name for name in METRICS if name in metrics]
 
 
 def first_metric(figures: Collection[str] | None = None) -> str:
-    """Returns the name of the metric that chooses the best model: the first one of `METRICS`.
+    """Returns the name of the metric that chooses the best model: the first of `METRICS`.
 
-    With `figures`, it is the first one that they include.
+    With `figures`, a collection of names, it is the first metric that they include.
     """
     names = (name for name in METRICS if figures is None or name in figures)
     return next(names, "pearson")
 
 
 def is_error(metric: Callable[..., Tensor]) -> bool:
-    """Returns whether a metric is an error: smaller for better predictions."""
+    """Returns whether a metric is an error, so that smaller values are better.
+
+    The metric is computed for predictions that are close to y, and for predictions that are not.
+    """
     y = torch.tensor([[0.0], [1.0]] * 8, dtype=torch.float64)
     near = 0.1 + 0.8 * y
     names = ["prediction", *outputs_of(metric)]
@@ -192,12 +205,13 @@ def is_error(metric: Callable[..., Tensor]) -> bool:
 
 
 def quality(metrics: dict[str, Any]) -> tuple[float, float]:
-    """Returns a sort key, larger is better: the first metric (0 if undefined), then minus the loss.
+    """Returns a key by which results are compared; a larger key is better.
 
-    A loss that is nan is the worst. If the first metric is an error, its sign is changed.
+    Results are compared by the first metric, then by minus the loss. If the first metric is an
+    error, its sign is changed. If it is undefined, it counts as 0. A loss that is nan is the worst.
     """
     name = first_metric()
-    value = metrics.get(name, -math.inf)  # missing in a checkpoint from before METRICS was edited
+    value = metrics.get(name, -math.inf)  # missing if METRICS was edited after the checkpoint
     if math.isnan(value):
         value = 0.0
     if name in metrics and is_error(METRICS[name]):
@@ -209,7 +223,7 @@ def quality(metrics: dict[str, Any]) -> tuple[float, float]:
 
 
 def metrics_text(metrics: dict[str, Any], rivals: Iterable[str]) -> str:
-    """Returns the loss and the metrics as text for the log, each metric followed by the rivals'."""
+    """Returns a text for the log: the loss, and each metric of the model and then of the rivals."""
     text = f"loss {metrics['loss']:.4f}"
     for name in names_in(metrics):
         title = name.replace("_", " ").title()

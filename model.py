@@ -1,15 +1,20 @@
 """The knock-out GNN: a sum of terms, which read node states with and without the knocked-out nodes.
 
-The *encoder* computes the states of all nodes on the intact graph, once for each batch: the *wild
-type*. The term *local* is a set function of the wild-type states of the knocked-out nodes. The term
-*knockout* runs the encoder's layers for every sample on the graph without its dead nodes, and reads
-how the states of the living nodes change. `KnockoutTask.build_model` assembles the terms. `record`,
-`has_plan` and `LayerStates` are used only for batches with a plan, an optional part of the
-template. Otherwise, `record` is None.
+1. The *encoder* computes the states of all nodes on the intact graph, [N, 1, H]. This result is the
+   *wild type*. It is computed once for each batch.
+2. The term *local* reads the wild-type states of the perturbed nodes of each sample. It is a set
+   function: the order of the nodes does not matter.
+3. The term *knockout* runs the encoder's layers again, for every sample on the graph without its
+   dead nodes, [N, B, H]. It reads how the states of the living nodes differ from the wild type.
 
-Shapes: N nodes, R relations, B samples, P perturbed nodes in the batch, H hidden channels, T
-targets of C columns each (see losses.py; the columns of a target are adjacent), K effects of a
-node. Node states are node-major, [N, B, H]: one sparse product serves all samples at once.
+`KnockoutTask.build_model` assembles these and further terms. The arguments `record` and `has_plan`
+and the class `LayerStates` are used only for batches with a plan, an optional part of the template.
+For all other batches, `record` is None.
+
+Shapes: N nodes, R relations, B samples in the batch, b samples in a block of the batch, P perturbed
+nodes in the batch, H hidden channels, K effects of a node, T targets of C columns each (see
+losses.py; the columns of a target are adjacent). Node states are node-major, [N, B, H], so that one
+sparse product serves all samples at once (see mask.py).
 """
 
 from collections.abc import Callable
@@ -43,7 +48,7 @@ class ModelConfig:
 
     @property
     def has_knockout_pass(self) -> bool:
-        """Whether the model also computes the states of the graph without the knocked-out nodes."""
+        """Whether the model also computes the states on the graph without the knocked-out nodes."""
         return self.readout != "local"
 
     @property
@@ -58,50 +63,59 @@ class ModelConfig:
 
 
 class LayerStates(NamedTuple):
-    """States of one layer that are the same in all samples, [N, 1, H] each."""
+    """The states of one layer on the intact graph, the same in all samples, [N, 1, H] each."""
 
     x: Tensor  # states before the layer
-    h: Tensor  # the normalised states that the nodes send
-    update: Tensor  # gelu of this is added to x
-    after: Tensor  # states after the layer
+    h: Tensor  # normalised states, which the nodes send
+    update: Tensor  # the layer adds gelu(update) to x
+    after: Tensor  # states after the layer, x + gelu(update)
 
 
 class Draws(NamedTuple):
-    """The random masks and factors of a training step; all True and 1 in evaluation."""
+    """The random masks and factors of a training step. In evaluation, all are True or 1."""
 
-    # False where a node's identity and effect (row 0) or its slope (row 1) are hidden, bool [2, N]
+    # Bool [2, N]. Row 0 is False if a node's identity and the baseline's effect of the node are
+    # hidden, and row 1 is False if the baseline's slope of the node is hidden.
     is_shown: Tensor
-    node_dropout: Tensor  # dropout factors of the nodes' states, [N, H], the same in both passes
+    # Dropout factors of the nodes' states, [N, H]. The passes with and without the dead nodes use
+    # the same factors, because a difference between them would look like a knock-out.
+    node_dropout: Tensor
     row_dropout: Tensor  # dropout factors of each sample's features in the readouts, [B, H]
 
 
 class WildType(NamedTuple):
-    """The result of the pass on the intact graph, with B = 1."""
+    """The result of the encoder on the intact graph, the same for all samples of a batch."""
 
     encoder: "Encoder"  # the encoder that computed it
-    x: Tensor  # the nodes' identities: their states before the first layer, [N, 1, H]
-    sent: Tensor  # what the nodes send in the first layer, before normalisation, [N, 1, H]
-    layers: list[LayerStates]  # one per layer if the batch has a plan, otherwise empty
+    x: Tensor  # the nodes' identities, which are their states before the first layer, [N, 1, H]
+    sent: Tensor  # the embeddings that the nodes send in the first layer, not normalised, [N, 1, H]
+    layers: list[LayerStates]  # states of each layer if the batch has a plan, otherwise empty
     final: Tensor  # normalised states after the last layer, [N, 1, H]
-    draws: Draws
-    # Results that a term stores for a later one: "hidden", from local for pairs.
+    draws: Draws  # the random masks and factors of the step
+    # Tensors that a term stores for a later term. The term local stores "hidden" for pairs.
     kept: dict[str, Tensor]
 
 
 class KnockoutGNN(nn.Module):
     """Predicts the effect of each sample's knock-outs, in standard deviations from the mean.
 
-    The output is the sum of `terms`: modules that map the graph, the `WildType`, the doses of the
-    perturbed nodes and the batch to [B, T * C]. All terms except the baseline are 0 at the start of
-    training. Their order does not matter, except that pairs must follow local, because it adds an
-    input to local's MLP. Normalisation is per node, so a prediction never depends on the other
-    samples of its batch.
+    The output, [B, T * C], is the sum of `terms`. Each term is a module that maps the graph, the
+    `WildType`, the doses of the perturbed nodes, [P, K], and the batch to [B, T * C]. All terms
+    except the baseline are 0 at the start of training. The order of the terms does not matter, with
+    one exception: pairs must follow local, because pairs adds inputs to local's MLP. The states of
+    each node are normalised separately, so a prediction never depends on the other samples of its
+    batch.
 
     Args:
-        unseen: the fraction of nodes whose own identity and effect are hidden in a training step,
-            so that the model learns to predict nodes that no training row knocks out. Nothing is
+        config: options of the model.
+        num_nodes, num_relations: N and R of the graph.
+        num_features: number of the features that each node has in the graph.
+        unseen: fraction of nodes whose own identity and effect are hidden in a training step, so
+            that the model learns to predict nodes that no training row knocks out. Nothing is
             hidden if dropout is 0.
-        basis: maps the three `mask.doses` of a level to the K doses of a node's effects, [3, K].
+        basis: matrix that maps the three `mask.doses` of a level to the K doses of a node's
+            effects, [3, K].
+        num_columns: C.
     """
 
     def __init__(
@@ -120,34 +134,42 @@ class KnockoutGNN(nn.Module):
         self.num_columns = num_columns
         self.register_buffer("basis", basis.clone())
         self.encoder = Encoder(config, num_nodes, num_relations, num_features)
-        self.terms = nn.ModuleDict()  # a new term is added after all others
+        self.terms = nn.ModuleDict()  # is empty here: `KnockoutTask.build_model` adds the terms
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns outputs [B, T * C]; raises `RuntimeError` if the batch is on a different device.
+        """Returns the outputs of a batch, [B, T * C].
 
-        In training, all random numbers follow from `batch.seed`, a long tensor, and `batch.index`.
+        In training, all random numbers are functions of `batch.seed`, a long tensor, and
+        `batch.index`. Raises `RuntimeError` if the batch and the graph are on different devices.
         """
         output = sum(self.parts(graph, batch).values())
         return output.to(self.encoder.norm.weight.dtype)
 
     def parts(self, graph: SharedGraph, batch: Data) -> dict[str, Tensor]:
-        """Returns the terms of the output by name, [B, T * C] each."""
+        """Returns the value of each term by its name, [B, T * C] each. Their sum is the output."""
         wild = self.wild_type(graph, batch)
         dose = self.dose(wild, batch)
         return {name: term(graph, wild, dose, batch) for name, term in self.terms.items()}
 
     def dose(self, wild: WildType, batch: Data) -> Tensor:
-        """Returns the K doses of each perturbed node, which are 0 for an intact one, [P, K]."""
+        """Returns the K doses of each perturbed node, [P, K]. The doses of intact nodes are 0."""
         return (doses(batch.level) @ self.basis.to(batch.level.dtype)).to(wild.final.dtype)
 
     def wild_type(self, graph: SharedGraph, batch: Data) -> WildType:
-        """Returns the pass on the intact graph; raises `RuntimeError` as `forward` does."""
+        """Returns the result of the encoder on the intact graph.
+
+        Raises `RuntimeError` if the batch and the graph are on different devices.
+        """
         graph.check(batch)
         draws = self.draw(graph, batch)
         return self.encoder(graph, draws, has_plan="plan" in batch)
 
     def draw(self, graph: SharedGraph, batch: Data) -> Draws:
-        """Returns the random masks and factors of a step, drawn by node and by row of the table."""
+        """Returns the random masks and factors of a training step.
+
+        The random numbers of a node depend only on `batch.seed` and the node. The random numbers of
+        a sample depend only on `batch.seed` and its row in the table, `batch.index`.
+        """
         num_nodes = graph.num_nodes
         hidden = self.config.hidden
         rate = self.config.dropout if self.training else 0.0
@@ -158,14 +180,17 @@ class KnockoutGNN(nn.Module):
         else:
             numbers = torch.ones(len(key), hidden + 2, device=graph.device)
         for_dropout, for_hiding = numbers.tensor_split([hidden], 1)
-        # The baseline's slope is hidden, too. Otherwise, it would explain most of an unseen node's
-        # effect, and the graph would learn little about such nodes.
+        # The baseline's slope is hidden, too. Otherwise, the slope would explain most of the effect
+        # of an unseen node, and the terms that use the graph would learn little about such nodes.
         is_shown = for_hiding.narrow(0, 0, num_nodes).t() >= self.unseen
         factors = for_dropout.ge_(rate).div_(1 - rate)
         return Draws(is_shown, *factors.tensor_split([num_nodes]))
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of the parameters without weight decay: vectors and the baseline."""
+        """Returns the names of the parameters without weight decay.
+
+        They are all vectors, and all parameters of the baseline.
+        """
         names = set()
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1 or name.startswith("terms.without_graph."):
@@ -174,12 +199,17 @@ class KnockoutGNN(nn.Module):
 
 
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
-    """Returns `width` random numbers in [0, 1] for each long key, float32 [K, width].
+    """Returns `width` uniform random numbers in [0, 1] for each key, float32 [keys, width].
 
-    Each number is a function of seed, key and column, and is the same on all devices. The bits are
-    mixed as in SplitMix64 (Steele, Lea and Flood 2014), but always with its first multiplier.
+    Each number is a function of only the seed, the key and the column, and has the same bits on all
+    devices. The bits are mixed as in SplitMix64 (Steele, Lea and Flood 2014), except that its first
+    multiplier is used in each round.
+
+    Args:
+        seed: a long scalar.
+        key: long [keys].
     """
-    golden = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
+    golden = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed 64-bit integer
     x = (seed + key.unsqueeze(1)) * golden + torch.arange(width, device=key.device)
     for _ in range(2):
         x ^= x >> 32
@@ -189,29 +219,29 @@ def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:
 
 # ---- Layers --------------------------------------------------------------------------------------
 class Encoder(nn.Module):
-    """Embeddings and graph layers, which compute a state for each node."""
+    """The embeddings of the nodes and the graph layers, which compute a state for each node."""
 
     def __init__(self, config: ModelConfig, num_nodes: int, num_relations: int, num_features: int):
         super().__init__()
         self.config = config
         hidden = config.hidden
         if config.embedding:
-            # What a node sends in the first layer.
+            # The vector that a node sends in the first layer.
             self.embedding = nn.Parameter(torch.randn(num_nodes, hidden))
             # The state of a node before the first layer.
             self.identity = nn.Parameter(torch.zeros(num_nodes, hidden))
-        self.project = None  # node features are projected and added to both
+        self.project = None  # maps the node features to summands of both vectors
         if num_features:
             self.project = nn.Linear(num_features, 2 * hidden, bias=False)
         self.first = FirstConv(hidden, num_relations)
         layers = [KnockoutConv(hidden, num_relations) for _ in range(config.layers - 1)]
         self.layers = nn.ModuleList(layers)
-        # With readout=global, only differences of states are read: a bias cancels and would learn
-        # only rounding errors.
+        # With readout=global, the model reads only differences of states. A bias would cancel in
+        # them, and its gradient would consist only of rounding errors.
         self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
 
     def forward(self, graph: SharedGraph, draws: Draws, has_plan: bool) -> WildType:
-        """Returns the pass on the intact graph; with a plan, also the states of each layer."""
+        """Returns the wild type. It contains the states of each layer if the batch has a plan."""
         x, sent = self.embed(graph, draws)
         graph = self.living(graph)
         layers = []
@@ -222,7 +252,11 @@ class Encoder(nn.Module):
         return WildType(self, x, sent, layers, self.norm(states), draws, kept={})
 
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Returns the nodes' identities and what they send in the first layer, [N, 1, H] each."""
+        """Returns the nodes' identities, and the embeddings that they send, [N, 1, H] each.
+
+        An identity is the state of a node before the first layer. A hidden identity is 0. Projected
+        node features are added to both, and dropout is applied to the embeddings.
+        """
         if self.config.embedding:
             x = self.identity * draws.is_shown.select(0, 0).unsqueeze(1)
             sent = self.embedding
@@ -235,9 +269,10 @@ class Encoder(nn.Module):
         return x.unsqueeze(1), (sent * draws.node_dropout).unsqueeze(1)
 
     def living(self, graph: SharedGraph, batch: Data | None = None) -> Any:
-        """Returns the graph, or one copy of it for each sample if message_passing requires copies.
+        """Returns an object with the methods of `SharedGraph` that the layers call.
 
-        Without a batch, there is one intact sample.
+        It is the graph itself. If message_passing requires copies of the graph, it is one copy for
+        each sample of the batch, or one intact copy if there is no batch.
         """
         if self.config.message_passing not in ON_COPIES:
             return graph
@@ -246,9 +281,13 @@ class Encoder(nn.Module):
         return CopiedGraph(graph, intact_batch(graph.device) if batch is None else batch)
 
     def checkpointed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Calls `function`; model.checkpointing recomputes its activations in backward."""
-        # Otherwise, autocast reuses one low-precision copy of each weight in all calls, and its
-        # gradient is summed in low precision.
+        """Returns `function(*arguments)`.
+
+        With model.checkpointing, the backward pass computes the activations of the function again,
+        instead of storing them.
+        """
+        # Without this, autocast would use one low-precision copy of each weight in all calls of
+        # this method, and would sum the gradients of the calls in low precision.
         torch.clear_autocast_cache()
         if self.config.checkpointing and self.training:
             return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -256,23 +295,28 @@ class Encoder(nn.Module):
 
 
 class KnockoutConv(nn.Module):
-    """x + gelu(root(h) + out(scale * sum of weight * gate_relation * h_source)), with h = norm(x).
+    """A graph layer with residual connection, whose messages are masked by the nodes' levels.
 
-    The sum is over the living edges that lead to a node. This is a relational graph convolution
-    whose messages are the h of the source times a vector of the relation (CompGCN, Vashishth et al.
-    2020, arXiv:1911.03082). The root term is not masked, because nothing reads the states of dead
-    nodes.
+    The new state of a node is
+
+        x + gelu(root(h) + out(SCALE * sums)),  with h = norm(x)
+
+    and `sums` is the sum over the living edges that lead to the node: the weight of the edge, times
+    the vector `gate` of its relation, times the h of its source, times the level of its source.
+    This is a relational graph convolution whose messages are products of the source and the
+    relation (CompGCN, Vashishth et al. 2020, arXiv:1911.03082). The term root(h) is not masked,
+    because nothing reads the states of dead nodes.
     """
 
-    # With normalised weights, the sums are small: 0.2 for one of yeast's relations, where h has a
-    # standard deviation of 1. With this factor, neighbours outweigh a node's own embedding, which
-    # carries no information about other nodes.
+    # With normalised weights, the sums are small: 0.2 for one of yeast's relations, if h has a
+    # standard deviation of 1. With this factor, the neighbours contribute more than the node's own
+    # embedding, which does not carry information about other nodes.
     SCALE = 10.0
 
     def __init__(self, hidden: int, num_relations: int):
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
-        # Constant channels, whose sums count the living neighbours.
+        # The bias gives some channels a constant part. Its sums count the living neighbours.
         nn.init.normal_(self.norm.bias.data[: hidden // 8], std=0.3)
         self.root = nn.Linear(hidden, hidden)
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
@@ -285,9 +329,13 @@ class KnockoutConv(nn.Module):
         level: Tensor | None = None,
         record: list[LayerStates] | None = None,
     ) -> Tensor:
-        """Returns the states after the layer, [N, B, H], given those before it and levels [N, B].
+        """Returns the states of the nodes after the layer, [N, B, H].
 
-        Without levels, all nodes are intact.
+        Args:
+            x: states before the layer, [N, B, H].
+            graph: the graph, or an object with its method `propagate`.
+            level: level of each node in each sample, [N, B]. None: all nodes are intact.
+            record: list to which the `LayerStates` of this layer are appended, or None.
         """
         h = self.norm(x)
         root = self.root(h)
@@ -295,7 +343,10 @@ class KnockoutConv(nn.Module):
         return self.add(x, h, root + self.out(sums), record)
 
     def add(self, x: Tensor, h: Tensor, update: Tensor, record: list | None) -> Tensor:
-        """Returns x + gelu(update), and appends all states of the layer to `record`."""
+        """Returns x + gelu(update), [N, B, H].
+
+        Appends all states of the layer to `record`, unless it is None.
+        """
         # Gradients of sparse products must not be summed in half precision.
         update = update.to(x.dtype)
         after = x + nn.functional.gelu(update)
@@ -307,9 +358,10 @@ class KnockoutConv(nn.Module):
 class FirstConv(KnockoutConv):
     """The first layer, whose input states are the same in all samples.
 
-    Nodes send their normalised embedding, h. The root term uses x, the identities of the nodes. The
-    identity of a node that no training row knocks out is learnt only from the messages that the
-    node sends in later layers.
+    It differs from `KnockoutConv` in its inputs. Nodes send their normalised embeddings,
+    h = norm(sent), and the root term, root(x), reads the identities of the nodes. If no training
+    row knocks out a node, its identity is learnt only from the messages that the node sends in
+    later layers.
     """
 
     def forward(
@@ -320,9 +372,14 @@ class FirstConv(KnockoutConv):
         samples: Samples | None = None,
         record: list[LayerStates] | None = None,
     ) -> Tensor:
-        """Returns the states [N, B, H], given identities x and embeddings `sent`, [N, 1, H] each.
+        """Returns the states of the nodes after the layer, [N, b, H].
 
-        Without samples, all nodes are intact, and B is 1.
+        Args:
+            x: identities of the nodes, [N, 1, H].
+            sent: embeddings of the nodes, [N, 1, H].
+            graph: the graph, or an object with its method `propagate_from_one`.
+            samples: a block of b samples. None: all nodes are intact, and b is 1.
+            record: list to which the `LayerStates` of this layer are appended, or None.
         """
         h = self.norm(sent)
         root = self.root(x)
@@ -334,10 +391,13 @@ class FirstConv(KnockoutConv):
 class LocalReadout(nn.Module):
     """A permutation-invariant function of the wild-type states of any number of perturbed nodes.
 
-    A node has a feature vector for each of its K effects; they are multiplied by the doses and
-    summed. The term is a weighted product of each pair of nodes (a factorisation machine, Rendle
-    2010) plus an MLP of the summed features of nodes and pairs. Both are 0 at the start of
-    training.
+    The wild-type state of a node is mapped to K vectors, one for each effect. The node's feature
+    vector, [2H], is the sum of these vectors, each times its dose. The feature vector of a pair of
+    nodes is the element-wise product of their vectors. The term is the sum of two parts, which are
+    0 at the start of training:
+
+    - a linear function of the sum over all pairs (a factorisation machine, Rendle 2010)
+    - an MLP of the sum over all nodes and the sum over all pairs
     """
 
     def __init__(self, hidden: int, num_outputs: int, num_effects: int = 1):
@@ -351,11 +411,15 @@ class LocalReadout(nn.Module):
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C]."""
         pairs, hidden = self.inputs(wild, dose, batch)
-        wild.kept["hidden"] = hidden  # features of pairs are inputs of the MLP, too
+        wild.kept["hidden"] = hidden  # the term pairs adds its own inputs to these values
         return self.pair(pairs) + self.read(hidden)
 
     def inputs(self, wild: WildType, dose: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
-        """Returns the products of pairs, summed, and the MLP's first-layer values, [B, 2H] each."""
+        """Returns two tensors, [B, 2H] each.
+
+        The first is the sum of the feature vectors of all pairs of nodes in each sample. The second
+        is the output of the MLP's first layer, before its activation.
+        """
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         factors = wild.draws.node_dropout.index_select(0, batch.perturbed)
         of_responses = self.embed(states * factors).unflatten(1, (dose.size(1), -1))
@@ -368,22 +432,25 @@ class LocalReadout(nn.Module):
         return pairs, self.head[0](features.flatten(start_dim=1))
 
     def read(self, hidden: Tensor) -> Tensor:
-        """Returns the MLP's output [B, T * C], given the values of its first layer, [B, 2H]."""
+        """Returns the MLP's output, [B, T * C], given the output of its first layer, [B, 2H]."""
         return self.head[1:](hidden)
 
 
 class KnockoutTerm(nn.Module):
-    """Base class of terms that read the changes of the living nodes' states.
+    """Base class of terms that read how knock-outs change the states of the living nodes.
 
-    These are the changes after the encoder's last layer. A subclass has two methods: `pool` sums
-    the changes of some samples over the nodes, as `GlobalReadout.pool` does, and `read` maps the
-    pooled changes of all samples to the term, [B, T * C].
+    A change is the normalised state of a node after the encoder's last layer, minus its state in
+    the wild type. A subclass needs two methods, with the arguments of `GlobalReadout`:
+
+    - `pool` maps the changes of b samples, [N, b, H], to one vector for each sample, [b, width]
+    - `read` maps these vectors of all samples, [B, width], to the term, [B, T * C]
     """
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C].
 
-        Without a plan, it is computed for a few samples at a time, whose states fit in the cache.
+        If the batch does not have a plan, the samples are processed in blocks, because the states
+        of a few samples fit in the cache (see `SharedGraph.samples_at_once`).
         """
         if "plan" in batch:  # a faster method with the same result
             return self.read(batch.plan.pooled(self, graph, wild), wild, batch)
@@ -394,7 +461,10 @@ class KnockoutTerm(nn.Module):
         return self.read(torch.cat(blocks), wild, batch)
 
     def pooled(self, graph: SharedGraph, samples: Samples, wild: WildType) -> Tensor:
-        """Returns the pooled changes of the states of b samples, [b, width]."""
+        """Returns the pooled changes of a block of b samples, [b, width].
+
+        It runs all layers of the encoder on the graph without the dead nodes of each sample.
+        """
         encoder = wild.encoder
         x = encoder.first(wild.x, wild.sent, graph, samples)  # [N, b, H]
         for conv in encoder.layers:
@@ -412,17 +482,23 @@ class GlobalReadout(KnockoutTerm):
         self.head = readout_head(hidden, hidden, num_outputs)
 
     def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Returns the changes [N, b, H] summed over the nodes that are `alive` [N, b], [b, H]."""
+        """Returns the sum of the changes over the living nodes of each sample, [b, H].
+
+        Args:
+            change: change of each node's state in each sample, [N, b, H].
+            alive: whether each node lives in each sample, bool [N, b].
+            wild: the wild type.
+        """
         return (change * alive.unsqueeze(-1)).sum(0)
 
     def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Returns the term [B, T * C], given the sums of all samples, [B, H]."""
+        """Returns the term, [B, T * C], given the sums of all samples, `pooled` [B, H]."""
         features = torch.asinh(self.scale * pooled)  # compresses sums over thousands of neighbours
         return self.head(features * wild.draws.row_dropout)
 
 
 def readout_head(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Returns an MLP from [B, inputs] to [B, outputs], whose outputs start at 0."""
+    """Returns an MLP that maps [B, inputs] to [B, outputs], and whose outputs are 0 at first."""
     last = nn.Linear(2 * hidden, outputs)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)

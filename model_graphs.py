@@ -1,14 +1,19 @@
-"""Training steps of fixed shape, whose forward and backward pass a GPU replays as CUDA graphs.
+"""Captures training steps as CUDA graphs, which a GPU replays without the overhead of the host.
 
-In an eager step, the host needs about 20 ms, whatever its size, to launch hundreds of kernels.
-After capture, they are launched together. `FixedShape` gives all full batches of a rank the same
-shapes. `GraphedModel` replays the model for these batches, and calls it for all others.
-`GraphedUpdate` replays the optimiser's part of the step. A replay repeats what Python did during
-capture; `first_difference` therefore compares replayed and eager passes before the first step.
+An eager step launches hundreds of kernels one by one. The host needs about 20 ms for this, for
+batches of any size. A CUDA graph launches all kernels of a step with one call. But a replay has
+fixed shapes and fixed addresses, and repeats everything that Python did during capture. Therefore:
 
-This part is optional: a copy with model.cuda_graphs=false does not need this file.
+1. `FixedShape` pads all full batches of a rank to the same shapes.
+2. `GraphedModel` replays the forward and backward pass for these batches, and calls the model for
+   all other batches.
+3. `GraphedUpdate` replays the optimiser's part of the step.
+4. `first_difference` compares captured passes with eager passes before the first step.
 
-Shapes: B samples with P perturbed nodes in a batch, n rows in the tables.
+`capture` does all of this, and is the only function that train.py calls. This part is optional: a
+copy with model.cuda_graphs=false does not need this file.
+
+Shapes: B samples with P perturbed nodes in a batch.
 """
 
 import logging
@@ -32,26 +37,27 @@ from mask import SharedGraph, num_samples
 log = logging.getLogger("model_graphs")
 
 NOT_INPUTS = ("y", "weight")  # tensors of a batch that only the loss reads
-# Largest share of the free memory that the messages of a fixed shape may take.
+# Largest fraction of the free memory that the messages of a batch of fixed shape may need.
 SHARE_OF_MEMORY = 0.1
 
-# Gradients are accumulated on the stream on which the first ones were captured; torch waits where
-# necessary.
+# Gradients are accumulated on the stream of the first capture, not on the stream that computes
+# them. torch warns about this, but it synchronises the two streams.
 warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
 def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
-    """Captures training steps on a GPU; returns the components of captured steps.
+    """Captures training steps on a GPU, and returns the components of captured steps.
 
-    If this is not possible on all ranks, steps remain eager, and the note gives the reason.
-    Parameters, buffers and torch's generators are not changed. All ranks call it.
+    If the capture is not possible on all ranks, it returns the components of eager steps, whose
+    `note` for the log has the reason. It restores all parameters, buffers and generators of torch.
+    All ranks must call it.
 
     Args:
-        step_parts: the `train.StepParts` of the model before DDP wraps it.
-        state: the `TrainState` of that model.
+        step_parts: the `train.StepParts` of eager steps, with the model before DDP wraps it.
+        state: the `TrainState` of the same model.
         task: a `task.KnockoutTask` with the dataset and the loss of training.
         sampler: the `data_loader.StepSampler` of the training batches.
-        ddp: this rank's `ddp_setup.Distributed`.
+        ddp: the `ddp_setup.Distributed` of this rank.
     """
     model = state.model
     graphed = None
@@ -68,7 +74,7 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
         padded = [dataset.__getitems__(rows).to(ddp.device) for rows in rows_of_batches]
         with ddp.phase("capturing"), undone(model, ddp.device_ids or []):
             graphed, obstacle = try_to_capture(model, task, batches, padded)
-    # All ranks must make the same kind of steps.
+    # All ranks must make the same kind of steps: if one rank has an obstacle, all steps are eager.
     obstacle = next(filter(None, ddp.gather(obstacle)), "")
     if obstacle:
         return step_parts._replace(note=f"; no CUDA graphs, because {obstacle}")
@@ -77,14 +83,14 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
 
 
 def obstacle_of_options(task: Any) -> str:
-    """Returns the reason why the options exclude CUDA graphs, "" if there is none."""
+    """Returns the reason why the options exclude CUDA graphs, or "" if they do not."""
     options = task.config.model
     if getattr(task.dataset, "out_degree", None) is None:
-        return "batches have no field starts"
+        return "batches do not have the field starts"
     if task.dataset.transform or options.message_passing not in ("auto", "shared", "reach"):
         return f"batches of model.message_passing={options.message_passing} differ in their shapes"
     if task.config.ddp.sync_batchnorm:
-        return "ddp.sync_batchnorm=true waits for other ranks"
+        return "with ddp.sync_batchnorm=true, the forward pass waits for other ranks"
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1" or torch.is_anomaly_enabled():
         return "CUDA_LAUNCH_BLOCKING or anomaly detection is enabled"
     return ""
@@ -93,19 +99,23 @@ def obstacle_of_options(task: Any) -> str:
 # ---- Batches of fixed shape ----------------------------------------------------------------------
 @dataclass
 class FixedShape:
-    """Pads the perturbed nodes of a full batch to the largest number that any B rows have.
+    """Pads full batches to the same shapes, as the `transform` of a dataset.
 
-    Padding consists of nodes at level 1 that their sample does not perturb, so it changes nothing.
-    This is the `transform` of a dataset.
+    A padded batch has as many perturbed nodes as the largest batch that B rows can make. The
+    padding consists of nodes that a sample does not perturb, with level 1. A node at level 1 is
+    intact, so the padding does not change the predictions.
     """
 
     num_samples: int  # B
-    num_perturbed: int  # P
-    num_out_edges: int
+    num_perturbed: int  # P, after padding
+    num_out_edges: int  # upper bound of the number of edges that leave these nodes
 
     @classmethod
     def of_rows(cls, dataset: Any, rows: Tensor, size: int) -> "FixedShape":
-        """Returns the shape for all batches of `size` of these rows of a `data.KnockoutDataset`."""
+        """Returns the shape of all batches of `size` rows.
+
+        The batches consist of any of the `rows`, long [rows], of a `data.KnockoutDataset`.
+        """
         tables = dataset.tables
         count = tables.perturbed_ptr.diff()
         edges = torch.zeros_like(count)
@@ -114,12 +124,17 @@ class FixedShape:
         return cls(size, *(int(values.sum()) for values in largest))
 
     def __call__(self, batch: Data) -> "Data | PackedBatch":
-        """Returns a full batch padded and packed; other batches are returned unchanged."""
+        """Returns a full batch padded and packed. Returns a different batch unchanged.
+
+        A batch is not full if it has a different number of samples. It is also returned unchanged
+        if it has more nodes or edges than the fixed shape.
+        """
         missing = self.num_perturbed - len(batch.perturbed)
         is_larger = missing < 0 or batch.starts[1, -1] > self.num_out_edges
         if num_samples(batch) != self.num_samples or is_larger:
             return batch
-        # A node is missing, so at least one sample has an intact node.
+        # If nodes are missing, there is a sample that does not perturb all nodes of the graph. The
+        # sample with the fewest perturbed nodes is such a sample.
         sample = int(batch.perturbed_ptr.diff().argmin())
         first, last = batch.perturbed_ptr[sample : sample + 2].tolist()
         perturbed = set(batch.perturbed[first:last].tolist())
@@ -131,13 +146,13 @@ class FixedShape:
 
 
 class PackedBatch:
-    """A batch packed into one tensor, which is pinned and moved to a device at once."""
+    """A batch packed into one tensor, which is pinned and moved to a device in one operation."""
 
     def __init__(self, batch: Data):
         fields = batch.to_dict()
         names = [name for name, value in fields.items() if isinstance(value, Tensor)]
-        # The widest numbers come first, because each number must be aligned to a multiple of its
-        # size.
+        # Tensors with the widest numbers come first. The offset of each tensor is then a multiple
+        # of the size of its numbers, as `Tensor.view(dtype)` requires.
         names.sort(key=lambda name: fields[name].element_size(), reverse=True)
         tensors = {name: fields.pop(name) for name in names}
         self.packed = torch.cat([value.flatten().view(torch.uint8) for value in tensors.values()])
@@ -149,7 +164,7 @@ class PackedBatch:
         return self
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Data:
-        """Returns the unpacked batch on a device."""
+        """Returns the unpacked batch, on a device."""
         batch = Data(**self.others)
         packed = self.packed.to(device, non_blocking=non_blocking)
         sizes = [dtype.itemsize * shape.numel() for _, dtype, shape in self.parts]
@@ -159,11 +174,11 @@ class PackedBatch:
 
 
 def obstacle_of_shape(shape: FixedShape, task: Any, ddp: Any) -> str:
-    """Returns the reason why batches of a fixed shape are not captured, "" if there is none."""
+    """Returns the reason why batches of a fixed shape are not captured, or "" if they can be."""
     options = task.config.model
     states = task.graph.edge_weight.new_empty(task.graph.num_nodes, options.hidden)
     if options.has_knockout_pass and task.graph.samples_at_once(states) < shape.num_samples:
-        return "batches of several blocks take longer to compute than to launch"
+        return "batches consist of several blocks, which take longer to compute than to launch"
     free, _ = mem_get_info(ddp.device)
     num_messages = len(task.graph.relations) * shape.num_perturbed + shape.num_out_edges
     size = num_messages * options.hidden * task.graph.edge_weight.element_size()
@@ -174,10 +189,16 @@ def obstacle_of_shape(shape: FixedShape, task: Any, ddp: Any) -> str:
 
 # ---- Graphs --------------------------------------------------------------------------------------
 class GraphedModel(nn.Module):
-    """Holds a model; in training, replays its passes for batches with the captured shapes.
+    """Computes a model's predictions, and replays CUDA graphs in training if this is possible.
 
-    It calls the model for other batches, without gradients, and after a parameter or buffer has
-    been moved, frozen or unfrozen.
+    It replays the forward pass, and later the backward pass, for training batches with the captured
+    shapes. It calls the model itself for batches with different shapes, in evaluation, without
+    gradients, and after a parameter or buffer has been moved, frozen or unfrozen.
+
+    Args:
+        model: the model, which becomes the submodule `model`.
+        graph: the graph, on the GPU.
+        batch: an example of a padded batch, on the GPU. Its shapes are captured.
     """
 
     def __init__(self, model: nn.Module, graph: SharedGraph, batch: Data):
@@ -191,7 +212,7 @@ class GraphedModel(nn.Module):
         self.num_out_edges = batch.num_out_edges
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = [torch.zeros_like(parameter) for parameter in self.trained]
-        # Stored, because walking through the model in each step would take five times as long.
+        # These are stored because searching all modules in each step would take five times as long.
         self.holders = [module._parameters for module in model.modules()]
         self.holders += [module._buffers for module in model.modules()]
         self.captured = self.places()
@@ -200,7 +221,7 @@ class GraphedModel(nn.Module):
         self.replay = [flat]  # in a list, so that it is not registered as a submodule
 
     def forward(self, graph: SharedGraph, batch: Data) -> Tensor:
-        """Returns the model's predictions, in memory that the next replay does not overwrite."""
+        """Returns the model's outputs, [B, T * C], in memory that no later replay overwrites."""
         in_training = self.model.training and torch.is_grad_enabled()
         if not (in_training and self.fits(batch) and self.is_as_captured()):
             return self.model(graph, batch)
@@ -209,15 +230,15 @@ class GraphedModel(nn.Module):
         return replay(*(batch[name] for name in self.shapes)).clone()
 
     def fits(self, batch: Data) -> bool:
-        """Returns whether a batch has the fields and shapes of the captured one."""
+        """Returns whether a batch has the same fields and shapes as the captured batch."""
         fields = batch.to_dict()
         shapes = {name: fields[name].shape for name in self.shapes if name in fields}
         return shapes == self.shapes and batch.get("num_out_edges") == self.num_out_edges
 
     def is_as_captured(self) -> bool:
-        """Returns whether addresses and requires_grad of parameters and buffers are as captured.
+        """Returns whether all parameters and buffers have the same `places` as during the capture.
 
-        After the first difference, which is logged, it always returns False.
+        It logs a warning about the first difference. After this, it always returns False.
         """
         if self.captured and self.captured != self.places():
             self.captured = []
@@ -227,11 +248,12 @@ class GraphedModel(nn.Module):
             )
             for parameter in self.model.parameters():
                 if not parameter.requires_grad:
-                    parameter.grad = None  # otherwise, the optimiser would continue to change it
+                    # Without this, the optimiser would continue to change the parameter.
+                    parameter.grad = None
         return bool(self.captured)
 
     def places(self) -> list[tuple[int, bool]]:
-        """Returns the address of each parameter and buffer, and whether it is trained."""
+        """Returns the address and the `requires_grad` of each parameter and buffer."""
         places = []
         for holder in self.holders:
             for tensor in holder.values():
@@ -240,8 +262,9 @@ class GraphedModel(nn.Module):
         return places
 
     def _provide_gradients(self) -> None:
-        # The first backward pass would set a missing gradient to the graph's own tensor, which the
-        # next replay overwrites instead of adding to it.
+        """Sets missing gradients to zeros, in memory that belongs to this object."""
+        # Otherwise, the backward pass would use the graph's own tensor as the missing gradient. The
+        # next replay would overwrite this tensor, instead of adding to it.
         added = []
         for parameter, gradient in zip(self.trained, self.gradients, strict=True):
             if parameter.grad is None:
@@ -252,7 +275,12 @@ class GraphedModel(nn.Module):
 
 
 class FlatModel(nn.Module):
-    """The model as a function of only the tensors of a batch."""
+    """The model as a function of the tensors of a batch, as `make_graphed_callables` requires.
+
+    Args:
+        names: names of the tensors in a batch, in the order of the arguments of `forward`.
+        num_edges: `num_out_edges` of each batch.
+    """
 
     def __init__(self, model: nn.Module, graph: SharedGraph, names: Sequence[str], num_edges: int):
         super().__init__()
@@ -262,29 +290,35 @@ class FlatModel(nn.Module):
         self.num_edges = num_edges
 
     def forward(self, *tensors: Tensor) -> Tensor:
+        """Returns the outputs of the model for the batch with these tensors, [B, T * C]."""
         fields = dict(zip(self.names, tensors, strict=True))
         return self.model(self.graph[0], Data(**fields, num_out_edges=self.num_edges))
 
 
 class GraphedUpdate:
-    """Replays the optimiser's part of a step as a CUDA graph.
+    """Calls the optimiser's part of a step, and replays it as a CUDA graph if this is possible.
 
-    It is captured as soon as all tensors have the same addresses as in the previous step and the
-    options are the same, and replayed while this holds, because DDP may move gradients. It calls
-    the function for optimisers other than fused AdamW, for a scaled loss, and after a failed
-    capture.
+    A replay uses fixed addresses and options, but DDP may move gradients. Therefore, this part is
+    captured in the first step in which all tensors have the same addresses, and all options have
+    the same values, as in the step before. It is replayed until one of them changes. It is never
+    captured for a different optimiser than fused AdamW, for a scaled loss, and after a failed
+    capture: the function is then called in each step.
+
+    Args:
+        update: a function `update(state, ...)` that makes the step, and returns a tensor.
+        state: the `TrainState` of training.
     """
 
     def __init__(self, update: Callable[..., Tensor], state: Any):
-        """Takes a function `update(state, ...)` of a `TrainState` that returns a tensor."""
         optimizer = state.optimizer
         is_fused = type(optimizer) is AdamW and optimizer.defaults["fused"]
         self.can_capture = is_fused and not state.scaler.is_enabled()
         self.update = update
-        self.frozen = None  # addresses and options that a replay depends on
+        self.frozen = None  # addresses, options and arguments that a replay depends on
         self.graph = None
 
     def __call__(self, state: Any, *arguments: Any) -> Tensor:
+        """Returns the result of `update(state, *arguments)`, which a replay may compute."""
         if not self.can_capture:
             return self.update(state, *arguments)
         frozen = (options_and_places(state.optimizer), arguments)
@@ -301,21 +335,24 @@ class GraphedUpdate:
         return self.result.clone()
 
     def _update_in_place(self, state: Any, *arguments: Any) -> Tensor:
-        """Calls the function; keeps the gradients, which it frees, and sets them to zero."""
+        """Returns the result of the function, which frees the gradients.
+
+        Here, the gradients keep their memory, and are set to zero.
+        """
         parameters = []
         for group in state.optimizer.param_groups:
             parameters += group["params"]
         gradients = [parameter.grad for parameter in parameters]
         try:
             result = self.update(state, *arguments)
-        finally:  # also on errors: after a failed capture, the function is called again
+        finally:  # also after an error, because the function is called again if a capture fails
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
         torch._foreach_zero_([gradient for gradient in gradients if gradient is not None])
         return result
 
     def _capture(self, state: Any, *arguments: Any) -> None:
-        """Captures the function, which then reads the learning rates as tensors."""
+        """Captures the function. Replays read the learning rates from the tensors `self.lrs`."""
         groups = state.optimizer.param_groups
         lrs = [group["lr"] for group in groups]
         self.lrs = [group["params"][0].new_empty((), dtype=torch.float32) for group in groups]
@@ -332,14 +369,21 @@ class GraphedUpdate:
             self.graph = graph
         except Exception as error:
             self.can_capture = False
-            log.warning(f"note      the optimiser's step is not captured, because {reason(error)}")
+            log.warning(
+                "note      the optimiser's step is eager, because its capture failed: "
+                f"{reason(error)}"
+            )
         finally:
             for group, lr in zip(groups, lrs, strict=True):
                 group.update(lr=lr, capturable=False)
 
 
 def options_and_places(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns all options except the rate, and the addresses of parameters, gradients and state."""
+    """Returns all values that a replay of the optimiser's step depends on.
+
+    They are the options of each group except the learning rate, and the addresses of all
+    parameters, gradients and tensors of the optimiser's state.
+    """
     found = []
     for group in optimizer.param_groups:
         found += [value for name, value in group.items() if name not in ("params", "lr")]
@@ -352,9 +396,9 @@ def options_and_places(optimizer: torch.optim.Optimizer) -> list[Any]:
 # ---- Verification --------------------------------------------------------------------------------
 @contextmanager
 def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
-    """Restores a model's tensors and mode, and torch's generators, after the block.
+    """After the block, restores the model's parameters, buffers and mode, and torch's generators.
 
-    It deletes the gradients. `devices` are the GPUs whose generators are restored.
+    It also deletes the gradients. `devices` are the GPUs whose generators are restored.
     """
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -373,10 +417,19 @@ def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
 def try_to_capture(
     model: nn.Module, task: Any, batches: Sequence[Data], padded: Sequence[Data]
 ) -> tuple[GraphedModel | None, str]:
-    """Returns a graphed model for padded batches, and the obstacle to using it, "" if none.
+    """Captures the model, and compares captured passes with eager passes.
 
-    `batches` are the same batches without padding. Noise is added to the parameters, because terms
-    that start at zero would hide a difference.
+    It adds noise to the parameters, because terms that start at zero would hide a difference.
+
+    Args:
+        model: the model, whose parameters are changed.
+        task: the task of training.
+        batches: some full training batches, on the GPU.
+        padded: the same batches with padding.
+
+    Returns:
+        The captured model, or None if the capture failed; and the reason why it must not be used,
+        or "" if it can be used.
     """
     optim = task.config.optim
     low = optim.autocast_dtype
@@ -395,14 +448,15 @@ def try_to_capture(
         ):
             graphed = GraphedModel(model, task.graph, padded[0])
         return graphed, first_difference(model, graphed, task, batches, padded)
-    except Exception as error:  # drivers and models fail in many ways
+    except Exception as error:  # drivers and models raise many kinds of errors
         log.warning(f"note      CUDA graphs cannot be captured: {reason(error)}")
         return None, "capturing them failed"
 
 
 def reason(error: Exception) -> str:
-    """Returns the reason of a failed capture as a text."""
-    # The original error, because ending the capture then fails, too.
+    """Returns the type and the first line of the error that made a capture fail."""
+    # After an error in the model, torch's end of the capture fails, too. The context of the second
+    # error is the original error.
     cause = error.__context__ or error
     text = str(cause).partition("\n")[0]
     return f"{type(cause).__name__}: {text}"
@@ -410,10 +464,10 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def undone_if_failed(device: torch.device) -> Iterator[None]:
-    """If a capture fails in the block, restores the GPU's stream and generator.
+    """If a capture fails in the block, restores the GPU's current stream and its generator.
 
-    torch would leave its own stream active and, in torch 2.11, a generator that still waits for the
-    end of the capture.
+    Without this, the stream of the capture would remain the current stream. In torch 2.11, the
+    generator would also continue to wait for the end of the capture.
     """
     if device.type != "cuda":
         yield
@@ -435,9 +489,11 @@ def first_difference(
     batches: Sequence[Data],
     padded: Sequence[Data],
 ) -> str:
-    """Returns a message about the first loss or gradient that differs with CUDA graphs, or "".
+    """Compares the losses and gradients of captured passes and of eager passes.
 
-    With CUDA graphs, the batches are padded.
+    Returns the reason why CUDA graphs must not be used, or "" if all losses and gradients are equal
+    up to rounding. The captured model gets the padded batches, so a model whose predictions depend
+    on padding is found, too.
     """
     tolerance = torch.finfo(task.config.optim.autocast_dtype or task.config.optim.dtype).eps ** 0.5
     for batch, padded_batch in zip(batches, padded, strict=True):
@@ -456,11 +512,14 @@ def first_difference(
 
 
 def describe_difference(name: str) -> str:
-    """Logs a warning about a difference that padding or a replay causes; returns the obstacle."""
+    """Logs a warning about a difference, and returns the reason why CUDA graphs are not used.
+
+    `name` is the quantity that differs.
+    """
     log.warning(
-        f"note      with CUDA graphs, {name} of a batch differs from that of an eager step: a "
-        "replay repeats what the model drew, counted or decided in Python during capture, and "
-        "batches are padded with nodes at level 1"
+        f"note      with CUDA graphs, {name} of a batch differs from {name} in an eager step. This "
+        "has one of two causes: a replay repeats the random numbers, counts and decisions that "
+        "Python code made during the capture, and batches are padded with nodes at level 1"
     )
     return f"they change {name} of a batch"
 
@@ -468,10 +527,16 @@ def describe_difference(name: str) -> str:
 def loss_and_gradients(
     function: nn.Module, model: nn.Module, task: Any, batch: Data
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of a batch, and the gradient of each trained parameter by its name.
+    """Returns the loss of a batch, a scalar, and the gradients of the trained parameters by name.
 
-    `function` is the model or contains it. Layers that use torch's generators draw the same numbers
-    each time. Raises `ValueError` for a parameter without a gradient.
+    Layers that use torch's generators draw the same random numbers in each call. Raises
+    `ValueError` for a trained parameter without a gradient.
+
+    Args:
+        function: the function to compute the outputs: the model or its `GraphedModel`.
+        model: the model, whose parameters get the gradients.
+        task: the task, which computes the loss.
+        batch: a batch on the GPU.
     """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(int(batch.seed))

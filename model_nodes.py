@@ -1,6 +1,10 @@
-"""The readout `nodes`: if each score is the effect on a node, it is read from that node's state.
+"""The readout `nodes`, for scores that are effects on nodes, such as expression profiles.
 
-Shapes: N nodes, B samples with P perturbed nodes, T targets, H hidden channels.
+The name of each score must be the name of a node. The effect on a node is computed from the change
+of the state of the same node.
+
+Shapes: N nodes, B samples with P perturbed nodes in the batch, b samples in a block of the batch, T
+targets, H hidden channels.
 """
 
 from typing import Any
@@ -10,20 +14,23 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from data_tables import Tables
-from errors import DataError, UserError
+from errors import DataError, UserError, counted
 from model import KnockoutTerm, WildType
 
 
 class NodeReadout(KnockoutTerm):
-    """The effect on each target node, computed from the change of that node's own state.
+    """The effects on all target nodes, [B, T], each computed from the change of the node's state.
 
-    An effect is a sum over channels: a function of the change, which is 0 for no change, weighted
-    with a function of the node's wild-type state. If the target itself is perturbed, 1 - level
-    times another function of its wild-type state is added. Deleted targets have no state of their
-    own. Both terms are 0 at the start of training.
+    The effect on a node is the sum of two terms, which are 0 at the start of training:
+
+    - For living nodes: sum over channels of gelu(change(c)) * weight(w), where c is the change of
+      the node's state and w is its wild-type state. It is 0 if the state does not change.
+    - For perturbed nodes: (1 - level) * dead(w). A deleted node does not have a state that could
+      change, so this is the only term.
 
     Args:
-        target_nodes: the node of each target, long [T].
+        num_nodes: N.
+        target_nodes: node of each target, long [T].
     """
 
     def __init__(self, num_nodes: int, hidden: int, target_nodes: Tensor):
@@ -38,19 +45,30 @@ class NodeReadout(KnockoutTerm):
         self.register_buffer("target_nodes", target_nodes)
 
     def effect(self, change: Tensor, wild_type: Tensor) -> Tensor:
-        """Returns the effects on nodes, [...], given their changes and wild types, [..., H]."""
+        """Returns effects on nodes, [...], given their changes and wild-type states, [..., H]."""
         response = nn.functional.gelu(self.change(change))
         return (response * self.weight(wild_type)).sum(-1).to(change.dtype)
 
     def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Returns the effects [b, N], given all changes [N, b, H]; effects on dead nodes are 0."""
+        """Returns the effects on all nodes, [b, N]. They are 0 for dead nodes.
+
+        Args:
+            change: change of each node's state in each sample, [N, b, H].
+            alive: whether each node lives in each sample, bool [N, b].
+            wild: the wild type.
+        """
         return (self.effect(change * wild.draws.node_dropout.unsqueeze(1), wild.final) * alive).T
 
     def pool_reached(self, change: Tensor, before: Tensor, block: Any, wild: WildType) -> Tensor:
-        """Returns the effects [b, N], given only the S states that change.
+        """Returns the same effects as `pool`, [b, N], given only the S states that change.
 
-        This method is for `model_reach.py`. The states are `before` in the wild type and change by
-        `change`, [S, H] each, in the samples of a `ReachBlock`.
+        This method is for `model_reach.py`.
+
+        Args:
+            change: change of each of these states, [S, H].
+            before: their values in the wild type, [S, H].
+            block: a `ReachBlock` of b samples, which lists the node and the sample of each state.
+            wild: the wild type.
         """
         last = block.layers[-1]
         change = change * wild.draws.node_dropout.index_select(0, last.node)
@@ -58,9 +76,10 @@ class NodeReadout(KnockoutTerm):
         return none.index_put((last.sample, last.node), self.effect(change, before))
 
     def read(self, pooled: Tensor, wild: WildType, batch: Data) -> Tensor:
-        """Returns the effects on the targets, [B, T], given those on all nodes, [B, N].
+        """Returns the effects on the targets, [B, T].
 
-        It adds the direct effects of the perturbed nodes on themselves.
+        It adds the direct effects of the perturbed nodes on themselves to the effects on all nodes,
+        `pooled` [B, N], and selects the targets.
         """
         states = wild.final.squeeze(1).index_select(0, batch.perturbed)
         direct = ((1 - batch.level) * self.dead(states).squeeze(1)).to(pooled.dtype)
@@ -70,25 +89,31 @@ class NodeReadout(KnockoutTerm):
 
 
 def node_readout(task: Any) -> NodeReadout:
-    """Returns the readout for the model of a `KnockoutTask`; raises `UserError`."""
+    """Returns the readout for the model of a `KnockoutTask`.
+
+    Raises `UserError` if a score has several outputs or is not named after a node.
+    """
     columns = task.criterion.columns
     if len(columns) > 1:
         raise UserError(
             f"optim.loss={task.config.optim.loss} needs several outputs for each score "
-            f"({', '.join(columns)}), but model.readout=nodes has one: set model.readout=both"
+            f"({', '.join(columns)}), but model.readout=nodes has only one: set model.readout=both"
         )
     nodes = target_nodes(task.tables)
     return NodeReadout(len(task.tables.genes), task.config.model.hidden, nodes)
 
 
 def target_nodes(tables: Tables) -> Tensor:
-    """Returns the node of each target, long [T]; raises `DataError` if a target is not a node."""
+    """Returns the node of each target, long [T].
+
+    Raises `DataError` if the name of a target is not the name of a node.
+    """
     number = {gene: node for node, gene in enumerate(tables.genes)}
     others = [name for name in tables.targets if name not in number]
     if others:
         raise DataError(
-            f"model.readout=nodes needs scores that are named after nodes, but {len(others):,} of "
-            f"{len(tables.targets):,} are not: {', '.join(others):.300}: remove these columns, or "
-            "set model.readout=both"
+            "model.readout=nodes needs scores that are named after nodes, but there is no node for "
+            f"{', '.join(others):.300} ({len(others):,} of {counted(len(tables.targets), 'score')})"
+            ": remove these columns, or set model.readout=both"
         )
     return torch.tensor([number[name] for name in tables.targets])

@@ -1,16 +1,23 @@
-"""Computes only the states that a batch's knock-outs change, and chooses the route.
+"""Computes only the states that a batch's knock-outs change, instead of the states of all nodes.
 
-Most states are the same as on the intact graph. `ReachPlanner` lists those that differ, layer by
-layer, from the topology only. `ReachPlan.pooled` then gives the same result as
-`KnockoutTerm.pooled`. `plan_route` decides whether a plan is faster, and `plan_fits` whether it is
-correct.
+On a sparse graph, most states in a sample are the same as on the intact graph: after the first
+layer, only the targets of the perturbed nodes differ; after the second layer, their targets differ,
+too. This module computes only the states that differ, and `model.py` computes all states:
 
-This part is optional: a copy with model.message_passing=shared, which computes all states, does not
-need this file. It supports the layer `KnockoutConv` (see `update_of_reached`), `GlobalReadout`, and
-readouts whose class has a method `pool_reached`. For other readouts, the last states of all nodes
-are assembled.
+1. `ReachPlanner` makes a *plan* of each batch on the CPU: for each layer, a list of the states that
+   differ, and a sparse matrix that sums the changes of their messages. A plan depends only on the
+   edges, the perturbed nodes and their levels, not on the parameters of the model.
+2. `ReachPlan.pooled` computes these states, and returns the same result as `KnockoutTerm.pooled`.
+3. `plan_route` decides whether plans are faster, and `plan_fits` checks whether they are correct.
 
-Shapes: N nodes, R relations, B samples with P perturbed nodes in the batch, H hidden channels.
+This part is optional: a copy with model.message_passing=shared does not need this file. It supports
+the layers `FirstConv` and `KnockoutConv` (see `update_of_reached`), the readout `GlobalReadout`,
+and readouts whose class has a method `pool_reached`. All other readouts get the states of all nodes
+after the last layer.
+
+Shapes: N nodes, R relations, B samples in the batch, b samples in a block of the batch, P perturbed
+nodes in a block, H hidden channels. For each layer of a plan: S states that differ after the layer,
+L states that differ before it, and K pairs of a sender and a relation.
 """
 
 import copy
@@ -27,6 +34,7 @@ from torch_geometric.data import Data
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import cumsum
 
+from errors import counted
 from mask import Samples, SharedGraph, num_samples, starts_of_samples
 from mask_product import CSR, sparse_product
 from model import FirstConv, GlobalReadout, KnockoutConv, KnockoutGNN, KnockoutTerm, WildType
@@ -36,33 +44,44 @@ log = logging.getLogger("model_reach")
 
 # ---- Plans ---------------------------------------------------------------------------------------
 class ReachedStates(NamedTuple):
-    """The S states that differ from the intact graph's after one layer, in a block of samples.
+    """The S states of a block that differ from the intact graph after one layer, and how.
 
-    They are sorted by sample and node. The matrix [S, K + L] sums the contributions of the senders
-    to them. The first senders are the perturbed nodes, whose messages are reduced by 1 - level
-    times their state. They are followed by the L states that differed before the layer, which are
-    sent times their level. Column k < K has the out-edges of `sender[k]` by `relation[k]`, and
-    column K + l has state l itself.
+    The states are sorted by sample and node. They differ because some nodes send different
+    messages. These *senders* are, in this order:
+
+    - the P perturbed nodes. Intact, they would send their h. At a level, they send level * h, so
+      their contribution is (1 - level) * (-h).
+    - the L states that already differed before the layer. Their contribution is their level times
+      the change of their h.
+
+    A sender has a contribution for each relation, because each relation has its own gate. The
+    matrix [S, K + L] sums these contributions. Column k < K belongs to `sender[k]` and
+    `relation[k]`. It contains the weights of the sender's edges in this relation, times the factor
+    1 - level or level from above. Column K + l contains a 1 in the row of state l, because a state
+    that differed before the layer also changes its own root term.
     """
 
-    node: Tensor  # long [S]
-    sample: Tensor  # long [S], relative to the block's first sample
-    previous: Tensor  # long [L], position of the previous layer's states among these
-    sender: Tensor  # long [K]
-    relation: Tensor  # long [K]
-    matrix: CSR
-    transpose: CSR
+    node: Tensor  # node of each state, long [S]
+    sample: Tensor  # sample of each state, relative to the block's first sample, long [S]
+    previous: Tensor  # index of each state of the previous layer among these states, long [L]
+    sender: Tensor  # index of the sender of each column, from 0 to P + L - 1, long [K]
+    relation: Tensor  # relation of each column, long [K]
+    matrix: CSR  # [S, K + L]
+    transpose: CSR  # its transpose, [K + L, S], for the backward pass
 
 
 class ReachBlock(NamedTuple):
-    """Some consecutive samples of a batch, and the states that they change in the first layers."""
+    """A block of b consecutive samples of a batch, and the states that differ in its first layers.
 
-    perturbed: Tensor  # this and the next four are as in a batch
-    perturbed_batch: Tensor
-    perturbed_ptr: Tensor
-    level: Tensor
-    starts: np.ndarray
-    layers: Sequence[ReachedStates] = ()
+    The first five fields are the same as in a batch of only these samples.
+    """
+
+    perturbed: Tensor  # perturbed nodes of all samples, long [P]
+    perturbed_batch: Tensor  # sample of each perturbed node, from 0 to b - 1, long [P]
+    perturbed_ptr: Tensor  # offset of each sample's perturbed nodes, long [b + 1]
+    level: Tensor  # level of each perturbed node, [P]
+    starts: np.ndarray  # result of `starts_of_samples`, [2, b + 1]
+    layers: Sequence[ReachedStates] = ()  # one for each planned layer, beginning with the first
 
     @property
     def num_samples(self) -> int:
@@ -77,8 +96,9 @@ class ReachPlan(NamedTuple):
     def pooled(self, term: KnockoutTerm, graph: SharedGraph, wild: WildType) -> Tensor:
         """Returns the pooled changes of all samples, [B, width], as `KnockoutTerm.pooled` does.
 
-        In the layers of the plan, only the states that change are computed. All later layers run on
-        all nodes.
+        For each block, `encode_reached` computes the planned layers, with only the states that
+        differ. If these are all layers, the readout `term` pools only the states that differ, if it
+        can. Otherwise, `pool_all` runs the remaining layers on all nodes, and pools all states.
         """
         encoder = wild.encoder
         pooled = []
@@ -97,15 +117,16 @@ class ReachPlan(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Reused memory for the states of a block, which are numbered sample * N + node.
+    """Reused memory of the planner, with an entry for each state of a block, [b * N].
 
-    Only the entries of reached states are written, because most states are not reached. `level` and
-    `is_reached` are reset before the next block uses them.
+    The state of node n in sample k has the number k * N + n. The planner writes only the entries of
+    states that differ or belong to perturbed nodes, which are few. It resets `level` and
+    `is_reached` before it plans the next block.
     """
 
-    level: np.ndarray  # float64, 1 except while a block is planned
-    is_reached: np.ndarray  # bool, False except while a layer is planned
-    row: np.ndarray  # int32, index of each reached state while a layer is planned
+    level: np.ndarray  # level of the node, float64; 1 except while a block is planned
+    is_reached: np.ndarray  # whether a layer changes the state; False except while it is planned
+    row: np.ndarray  # index of the state among the states that a layer changes, int32
 
     @classmethod
     def of_size(cls, num_states: int) -> "Scratch":
@@ -115,22 +136,24 @@ class Scratch(NamedTuple):
 
 
 class ReachPlanner:
-    """Finds the states that samples change, layer by layer, from the topology only, on the CPU.
+    """Plans which states of a batch differ from the intact graph, layer by layer, on the CPU.
 
-    A layer changes the living out-neighbours of the perturbed nodes and of the nodes that the
-    previous layer changed. As the `transform` of a `data.KnockoutDataset`, it adds `plan`, a
-    `ReachPlan`, to each batch. The plan of a block ends before the first layer that is faster on
-    all nodes.
+    As the `transform` of a `data.KnockoutDataset`, it adds a field `plan`, a `ReachPlan`, to each
+    batch. A layer changes the states of the living nodes to which an edge leads from a perturbed
+    node, or from a node whose state differed before the layer. States that differed before the
+    layer also differ after it. The plan of a block ends before the first layer that would be faster
+    on all nodes, and after at most `num_layers` layers.
     """
 
-    # Samples of a block on a CPU, so that their reached states fit in a core's cache; larger blocks
-    # on a GPU need fewer launches.
+    # Largest number of samples in a block on a CPU: the states that differ should fit in the cache
+    # of a core. On a GPU, blocks are larger, because this needs fewer kernel launches.
     BLOCK = 32
-    STATES = 2**23  # states of a block on all nodes; with 32 channels, they take 1 GB
-    # Reached states of a block; with 32 channels, 32 MB, the most that malloc keeps for reuse.
+    STATES = 2**23  # largest number of all states in a block; with 32 channels, they need 1 GB
+    # Largest number of states in a block that differ, estimated at the start. With 32 channels,
+    # they need 32 MB, which is the most that malloc keeps for reuse.
     REACHED = 2**18
-    # A layer on all nodes takes as long as a plan with this share of all edges and this number of
-    # edges per node (measured).
+    # A layer on all nodes takes as long as a planned layer with so many edges for each sample: this
+    # fraction of all edges, plus this number of edges for each node of the graph (measured).
     EDGE_SHARE = 0.04
     EDGES_PER_NODE = 13.0
 
@@ -140,8 +163,8 @@ class ReachPlanner:
         self.out_degree = graph.out_degree
         num_edges = sum(graph.num_edges.values())
         self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
-        # The edges sorted by source and relation. A group has the edges with the same source and
-        # relation.
+        # The edges are sorted by source and relation. A group consists of all edges with the same
+        # source and relation.
         source, target = graph.edge_index.cpu()
         num_relations = len(graph.relations)
         relation = torch.repeat_interleave(graph.edge_counts.cpu())
@@ -150,8 +173,8 @@ class ReachPlanner:
         self.weight = graph.edge_weight.cpu()[order]
         group, size = group.unique_consecutive(return_counts=True)
         self.group_relation = (group % num_relations).numpy()
-        self.group_ptr = cumsum(size).numpy()  # offsets of the edges
-        # Offsets of the groups.
+        self.group_ptr = cumsum(size).numpy()  # offset of the edges of each group
+        # Offset of the groups of each source.
         self.node_ptr = index2ptr(group // num_relations, self.num_nodes).numpy()
         self.block = max(1, self.STATES // self.num_nodes)
         if graph.device.type == "cpu":
@@ -160,14 +183,13 @@ class ReachPlanner:
         self.scratch = []  # one `Scratch`, except while a batch is planned
 
     def __call__(self, batch: Data) -> Data:
-        """Adds `plan` to a batch on the CPU, and returns it."""
+        """Adds the field `plan` to a batch on the CPU, and returns the batch."""
         batch.plan = self.plan(batch)
         return batch
 
     def plan(self, batch: Data) -> ReachPlan:
-        """Returns the plan of a batch on the CPU, in blocks of samples."""
-        # If planning is interrupted, the memory is not returned, because it may not have been
-        # reset.
+        """Returns the plan of a batch on the CPU, in blocks of at most `self.block` samples."""
+        # If planning is interrupted, this list remains empty: the memory may not have been reset.
         scratch = self.scratch.pop() if self.scratch else Scratch.of_size(self.num_states)
         blocks = []
         for first in range(0, max(1, num_samples(batch)), self.block):
@@ -183,6 +205,10 @@ class ReachPlanner:
         return ReachPlan(blocks)
 
     def _plan_layers(self, block: ReachBlock, scratch: Scratch) -> list[ReachedStates]:
+        """Returns the states of a block that differ after each layer.
+
+        The list ends before the first layer with more than `self.max_edges` edges for each sample.
+        """
         perturbed = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
         scratch.level[perturbed] = block.level
         layers = []
@@ -198,7 +224,7 @@ class ReachPlanner:
             sender = np.repeat(np.arange(len(senders)), last_group - first_group)
             group = ranges(first_group, last_group)
             factor = np.concatenate([1 - scratch.level[perturbed], scratch.level[reached]])
-            first_state = senders - sender_node  # state of node 0 in the same sample
+            first_state = senders - sender_node  # number of the state of node 0 in the same sample
             previous = reached
             reached, *matrices = self._layer(
                 group, first_state[sender], factor[sender], previous, scratch
@@ -226,10 +252,18 @@ class ReachPlanner:
         previous: np.ndarray,
         scratch: Scratch,
     ) -> tuple[np.ndarray, CSR, CSR]:
-        """Returns the living states that edges reach, in ascending order, and matrix and transpose.
+        """Returns the states that differ after a layer, and the matrix of `ReachedStates`.
 
-        Column k has the edges of group[k] times factor[k], which lead to states of the sample whose
-        node 0 is first_state[k]. The states `previous` also reach themselves.
+        Args:
+            group: group of edges of each column, long [K].
+            first_state: number of the state of node 0 in the sample of each column, long [K].
+            factor: factor of the edge weights in each column, 1 - level or level, [K].
+            previous: numbers of the states that differed before the layer, long [L].
+            scratch: memory to use.
+
+        Returns:
+            The numbers of the states in ascending order, long [S]; the matrix, [S, K + L]; and its
+            transpose.
         """
         first_edge = self.group_ptr[group]
         last_edge = self.group_ptr[group + 1]
@@ -246,16 +280,15 @@ class ReachPlanner:
         column = torch.from_numpy(np.concatenate([column, of_previous]))
         weight = torch.cat([weight, weight.new_ones(len(previous))])
 
-        # Marking states takes a third of the time of sorting them, and also gives them in ascending
-        # order.
+        # This lists the distinct states in ascending order, in a third of the time of sorting them.
         scratch.is_reached[target] = True
         reached = np.flatnonzero(scratch.is_reached)
         scratch.is_reached[reached] = False
         scratch.row[reached] = np.arange(len(reached))
 
         row = scratch.row[target]
-        # Equal rows keep their order. Sorting distinct keys takes half the time of a stable
-        # argsort.
+        # The order of the entries by row. Entries of the same row keep their order. Sorting
+        # distinct keys takes half the time of a stable argsort.
         num_entries = len(row)
         key = row.astype(np.int64) * num_entries + np.arange(num_entries)
         order = torch.from_numpy(np.sort(key) % max(1, num_entries))
@@ -267,7 +300,7 @@ class ReachPlanner:
 
 
 def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Returns the numbers from first[i] to last[i] - 1 for each i, concatenated."""
+    """Returns the concatenation of the ranges from first[i] to last[i] - 1, for all i."""
     length = last - first
     end = length.cumsum()
     return np.arange(length.sum()) + np.repeat(last - end, length)
@@ -275,12 +308,15 @@ def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 # ---- The pass ------------------------------------------------------------------------------------
 def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
-    """Returns the states that the block's knock-outs change, after the planned layers, [S, H].
+    """Returns the states of a block that differ after its planned layers, [S, H].
 
-    The update of a layer is linear in h. It is therefore the intact graph's update plus the
-    contributions of the changes of h. A dead node sends nothing, so its h changes to zero. If a
-    perturbed node has a different level, the plan scales its change. Sums are computed in place,
-    because new memory costs more than the sums.
+    The states are in the order of `block.layers[-1]`. The update of a layer is a linear function of
+    h. For a state that differs, it is therefore the update on the intact graph, plus the
+    contributions of all changes of h. `change` lists these changes, [P + L, H]. A dead node sends
+    nothing, so the change of its h is -h. If a perturbed node has a different level, the plan
+    multiplies this change by 1 - level. The other L changes belong to the states that differed
+    before the layer: their new h minus their h on the intact graph. Sums are computed in place,
+    because allocating new memory takes longer than the sums.
     """
     x = node = None
     layers = [wild.encoder.first, *wild.encoder.layers]
@@ -302,7 +338,13 @@ def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
 
 
 def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) -> Tensor:
-    """Returns the changes of the layer's update, [S, H], given the changes of h, [C, H]."""
+    """Returns the changes of a layer's update in the states that differ after it, [S, H].
+
+    `change` [P + L, H] are the changes of h of the perturbed nodes and of the states that differed
+    before the layer. The update is root(h) + out(sums over the edges). Here, root and out come
+    first, and the matrix of the plan then computes the sums. The order does not matter, because all
+    three are linear.
+    """
     gate = (layer.SCALE * layer.gate).index_select(0, plan.relation)
     by_relation = layer.out(change.index_select(0, plan.sender) * gate)  # [K, H]
     _, change_of_reached = change.tensor_split([len(change) - len(plan.previous)])
@@ -311,7 +353,10 @@ def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) 
 
 
 def spmm(matrix: CSR, transpose: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x in the dtype of x, for a sparse matrix given with its transpose."""
+    """Returns matrix @ x, [M, H], in the dtype of x [columns, H].
+
+    The backward pass uses `transpose`, which must be the transpose of the matrix [M, columns].
+    """
     return _SparseProduct.apply(x, matrix, transpose)
 
 
@@ -332,9 +377,12 @@ class _SparseProduct(torch.autograd.Function):
 def pool_all(
     term: KnockoutTerm, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
 ) -> Iterator[Tensor]:
-    """Yields the result of `KnockoutTerm.pooled` for some samples of a block at a time, [b, width].
+    """Yields the result of `KnockoutTerm.pooled` for a few samples of a block at a time.
 
-    The layers that are not planned run on all nodes, with as few samples at once as there.
+    A result is [samples, width]. The results contain each of the b samples of the block once. The
+    states after the planned layers are the states on the intact graph, except for `reached` [S, H],
+    the result of `encode_reached`. All later layers then run on all nodes, with as many samples at
+    once as in `KnockoutTerm.forward`.
     """
     depth = len(block.layers)
     encoder = wild.encoder
@@ -358,7 +406,11 @@ def pool_further(
     samples: Samples,
     wild: WildType,
 ) -> Tensor:
-    """Returns the pooled changes [b, width], given the states [N, b, H] after `depth` layers."""
+    """Returns the pooled changes of some samples, [samples, width].
+
+    `x` [N, samples, H] are the states of all nodes after the first `depth` layers, at least one. It
+    runs the other layers, and pools the changes of the states after the last layer.
+    """
     encoder = wild.encoder
     for conv in encoder.layers[depth - 1 :]:
         x = conv(x, graph, samples.level)
@@ -366,12 +418,13 @@ def pool_further(
 
 
 def select(wild: WildType, states: Tensor, node: Tensor) -> Tensor:
-    """Returns states[node], [S, H], given states [N, 1, H].
+    """Returns the states of some nodes on the intact graph, `states[node]`, [S, H].
 
-    The gradient is sparse if that is smaller than a dense one, so that its cost does not depend on
-    N. It is added to dense gradients of the rest of the wild-type pass. With readout=global, the
-    last states have no such dense gradient. The dense gradient of index_select takes less than half
-    the time of embedding's on the CPU.
+    `states` are [N, 1, H], and `node` is long [S]. The gradient of `states` is sparse if it is
+    smaller than a dense gradient, so that its cost does not depend on N. Autograd adds it to the
+    dense gradient from the rest of the pass on the intact graph. With readout=global, the last
+    states do not have such a dense gradient, so the gradients are always dense. For a dense
+    gradient on a CPU, `index_select` takes less than half the time of `embedding`.
     """
     if wild.encoder.config.readout != "global" and len(node) < len(states):
         return nn.functional.embedding(node, states.squeeze(1), sparse=True)
@@ -381,19 +434,20 @@ def select(wild: WildType, states: Tensor, node: Tensor) -> Tensor:
 # ---- Pooling of reached states -------------------------------------------------------------------
 @functools.cache
 def pool_of_reached(readout: type[KnockoutTerm]) -> Callable[..., Tensor] | None:
-    """Returns the function that pools only the states that change as a readout's `pool` does.
+    """Returns a function that computes the result of a readout's `pool` from changed states only.
 
-    It takes the readout, the changes of these states [S, H], their values on the intact graph
-    [S, H], their block and the wild type. An inherited `pool_reached` is not used, because it may
-    not fit the subclass's own `pool`. If there is none, this returns None, and logs once that the
-    readout runs on all nodes.
+    Its arguments are the readout, the changes of the S states that differ, [S, H], their values on
+    the intact graph, [S, H], their block with b samples, and the wild type. Its result is
+    [b, width]. If the class `readout` does not define a method `pool_reached`, this returns None,
+    and logs once that the readout gets the states of all nodes. An inherited method is not used,
+    because a subclass may define a different `pool`.
     """
     if readout is GlobalReadout:
         return sum_reached
     if "pool_reached" not in vars(readout):
         log.info(
-            f"note      {readout.__name__} has no method pool_reached, so it reads the states of "
-            "all nodes"
+            f"note      {readout.__name__} reads the states of all nodes, because it does not have "
+            "a method pool_reached"
         )
         return None
     return readout.pool_reached
@@ -402,9 +456,12 @@ def pool_of_reached(readout: type[KnockoutTerm]) -> Callable[..., Tensor] | None
 def sum_reached(
     readout: GlobalReadout, change: Tensor, before: Tensor, block: ReachBlock, wild: WildType
 ) -> Tensor:
-    """Returns the same result as `GlobalReadout.pool`, [B, H]."""
+    """Returns the result of `GlobalReadout.pool`, the sums of the changes in each sample, [b, H].
+
+    `change` [S, H] are the changes of the states that differ. All other changes are 0.
+    """
     total = change.new_zeros(block.num_samples, change.size(1))
-    # The gradient of index_add is only a copy.
+    # The backward pass of index_add is cheap: its gradient is only a copy.
     return total.index_add(0, block.layers[-1].sample, change)
 
 
@@ -412,12 +469,18 @@ def sum_reached(
 def plan_route(
     graph: SharedGraph, dataset: Dataset, message_passing: str, num_layers: int
 ) -> tuple[ReachPlanner | None, str]:
-    """Returns the planner of batches for `message_passing`, and a line for the log.
+    """Decides which layers are planned, and returns the planner and a text for the log.
 
-    `auto` uses `reach` if the plan of about a hundred rows of the dataset covers more than the
-    first layer. `shared` also plans the first layer, because all samples enter it with the same
-    states and it changes few of them on any graph. On a GPU, neither plans anything, because the
-    GPU finds these states faster (measured).
+    It plans about a hundred rows of the dataset, and counts the layers that are faster with a plan
+    in all blocks of these rows. Then:
+
+    - `reach` plans as many layers of each block as are faster with a plan.
+    - `shared` plans at most the first layer, which changes few states on any graph.
+    - `auto` is `reach` if at least two layers, or the only layer, are faster with a plan. If not,
+      it is `shared`.
+
+    On a GPU, `shared` and `auto` do not plan anything, and the planner is None, because the GPU
+    finds these states faster than the CPU (measured).
     """
     if graph.is_on_gpu and message_passing != "reach":
         return None, "shared"
@@ -435,31 +498,36 @@ def plan_route(
         num_reached = sum(len(block.layers[depth].node) for block in blocks) / len(some_rows)
         planner.block = min(planner.block, max(1, int(planner.REACHED / max(1, num_reached))))
         percentages.append(f"{100 * num_reached / graph.num_nodes:.2g}")
-    reached = (
-        f"{', '.join(percentages)} % of the node states in {num_planned} of {num_layers} layers"
-    )
-    return planner, f"a knock-out changes {reached}: {route}"
+    layers = f"{num_planned} of {counted(num_layers, 'layer')}"
+    changed = f"{', '.join(percentages)} % of the node states in {layers}"
+    if num_planned == 0:
+        changed = "too many node states to plan any layer"
+    return planner, f"a knock-out changes {changed}: {route}"
 
 
 def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
-    """Returns whether the plan of a dataset's batches `is_exact`; logs a warning if it is not."""
+    """Returns whether plans of a dataset's batches are correct for a model, see `is_exact`.
+
+    Logs a warning if they are not. The dataset's `transform` must be a `ReachPlanner`.
+    """
     fits = is_exact(model, graph, dataset.__getitems__([0, 0, 0]), dataset.transform)
     if not fits:
         log.warning(
-            "note      model_reach.py no longer computes the same state changes as model.py, so "
-            "the slower model.py is used: edit model_reach.py to match, or delete it and set "
-            "model.message_passing=shared"
+            "note      all states are computed, which is slower, because model_reach.py does not "
+            "compute the same state changes as the model: edit model_reach.py to match the model, "
+            "or delete it and set model.message_passing=shared"
         )
     return fits
 
 
 @torch.no_grad()
 def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: ReachPlanner) -> bool:
-    """Returns whether planned changes are the same as the model's own, for three samples.
+    """Returns whether a plan gives the same pooled changes as the model itself, for three samples.
 
-    They differ if an edited layer or readout computes a different function from this module. The
-    samples are those of a batch on the CPU, but with perturbed nodes that have out-edges. The
-    parameters are changed, because those that start at zero would hide a difference.
+    They differ if an edited layer or readout computes a different function than this module. The
+    comparison uses a copy of the model with noise on its parameters, because parameters that start
+    at zero would hide a difference. `batch` has three samples and is on the CPU. Each sample is
+    changed: it perturbs one node from which edges leave, at the levels 0, 0.3 and 2.
     """
     layers = [model.encoder.first, *model.encoder.layers]
     if any(type(layer) not in (FirstConv, KnockoutConv) for layer in layers):
@@ -467,7 +535,7 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     senders = graph.out_degree.argsort()[(graph.out_degree == 0).sum() :]
     if len(senders) == 0:
         return True
-    # Nodes with neither few nor most edges.
+    # The nodes at the quartiles of the out-degree.
     quartiles = torch.tensor([0.25, 0.5, 0.75]) * len(senders)
     batch.perturbed = senders[quartiles.long()]
     batch.perturbed_batch = torch.arange(3)
@@ -485,6 +553,6 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     planned = batch.plan.pooled(term, graph, wild)
     blocks = graph.in_blocks(batch, wild.final)
     expected = torch.cat([term.pooled(graph, samples, wild) for samples in blocks])
-    # The rounding errors of thousands of nodes' states add up.
+    # The rounding errors of the states of thousands of nodes add up.
     tolerance = 1e-3 * (1 + expected.abs().amax())
     return bool((planned - expected).abs().amax() <= tolerance)

@@ -1,4 +1,4 @@
-"""The optimiser: parameter groups, learning rates, and the steps that are skipped."""
+"""The optimiser: its parameter groups, the learning-rate schedule, and which steps are skipped."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from ddp_setup import Distributed
 from errors import UserError
 from losses import LOSSES
 
-# dtype of the parameters and the optimiser, and dtype of autocast (None: no autocast)
+# {optim.precision: (dtype of parameters and optimiser state, dtype of autocast)}; None: no autocast
 PRECISIONS = {
     "fp64": (torch.float64, None),
     "fp32": (torch.float32, None),
@@ -41,8 +41,8 @@ class OptimConfig:
             is_factor = type(value) in (int, float) and 0 <= value < 1e30
             if not (isinstance(key, str) and is_factor):
                 raise ValueError(
-                    f"optim.lr_mult: {key}: {value!r} is invalid: keys are parts of parameter "
-                    "names, values are numbers >= 0 without quotes"
+                    f"optim.lr_mult: {key}: {value!r} is invalid: write part of a parameter "
+                    "name as the key, and a number >= 0 without quotes as the value"
                 )
 
     @property
@@ -52,17 +52,20 @@ class OptimConfig:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The lower-precision dtype of dense layers under autocast; None: no autocast."""
+        """The dtype that autocast uses for dense layers, or None if there is no autocast."""
         return PRECISIONS[self.precision][1]
 
 
 def build_optimizer(
     model: nn.Module, optim: OptimConfig, ddp: Distributed
 ) -> torch.optim.Optimizer:
-    """Returns AdamW; with `optim.zero`, its state is sharded over ranks."""
+    """Returns AdamW. With optim.zero, its state is sharded over the ranks (ZeRO stage 1).
+
+    The optimiser is fused, so that it can skip a step without waiting for the GPU; see `may_step`.
+    """
     groups = parameter_groups(model, optim)
     if optim.zero and ddp.is_distributed:
-        # Imported only here, because it takes half a second.
+        # This import is only here because it takes half a second.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=optim.lr, fused=True)
@@ -70,18 +73,22 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Returns groups of parameters with the same learning rate and weight decay.
+    """Returns groups of parameters that have the same learning rate and weight decay.
 
-    The learning rate is optim.lr times a factor from optim.lr_mult. If several of its keys are part
-    of the parameter's name, the longest one counts. A factor of 0 freezes the parameter. The
-    model's method `no_weight_decay`, if it has one, returns the names of the parameters without
-    weight decay, as in timm. Raises `UserError` if a key is not part of any name, or if no
-    parameter is left to train.
+    The learning rate of a parameter is optim.lr times a factor. The factor is the value in
+    optim.lr_mult whose key is part of the parameter's name. If several keys are, the longest key
+    counts; without any, the factor is 1. A factor of 0 freezes the parameter.
+
+    A model can have a method `no_weight_decay`, as in timm. It returns the names of the parameters
+    without weight decay.
+
+    Raises `UserError` if a key is not part of any parameter's name, or if all parameters are
+    frozen.
     """
     keys = sorted(optim.lr_mult, key=len)
     unused = set(keys)
     undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    groups = {}  # keys: factor of the learning rate, whether without weight decay
+    groups = {}  # {(factor of the learning rate, whether there is no weight decay): group}
     for name, parameter in model.named_parameters():
         fitting = [key for key in keys if key in name]
         unused -= set(fitting)
@@ -95,14 +102,17 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     if unused or not any(parameter.requires_grad for parameter in model.parameters()):
         names = ", ".join(name for name, _ in model.named_parameters())
         raise UserError(
-            f"optim.lr_mult={optim.lr_mult} has a key that is in no parameter name, or freezes all "
-            f"parameters: {names:.300}"
+            f"optim.lr_mult={optim.lr_mult} has a key that is not part of any parameter name, or "
+            f"freezes all parameters: use parts of these names as keys: {names:.300}"
         )
     return list(groups.values())
 
 
 def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Returns the factor of the peak learning rate: linear warm-up, then half a cosine to 0."""
+    """Returns the factor of the peak learning rate in a step.
+
+    The factor increases linearly to 1 during the warm-up, and then decreases to 0 as half a cosine.
+    """
     warmup = max(1, round(optim.warmup * total_steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -111,9 +121,10 @@ def schedule(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiplies each group's initial learning rate by a factor.
+    """Sets the learning rate of each group to its initial learning rate times a factor.
 
-    On a GPU, the result is rounded to float32, as in CUDA graphs.
+    On a GPU, the result is rounded to float32, because CUDA graphs read it from a float32 tensor.
+    Eager steps therefore use the same learning rates as replayed steps.
     """
     for group in optimizer.param_groups:
         lr = factor * group.setdefault("initial_lr", group["lr"])
@@ -121,10 +132,11 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def may_step(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
-    """Returns whether to call `optimizer.step`, which must not see non-finite gradients.
+    """Returns whether to call `optimizer.step`, given the gradient norm, a scalar tensor.
 
-    A fused optimiser is always called. It skips such a step on the device, so that the host does
-    not wait for the norm, a scalar.
+    If the norm is not finite, the step must not change the parameters. For a fused optimiser, this
+    function always returns True: it sets `found_inf`, and the optimiser itself skips the step on
+    the device. The host then does not have to wait for the norm. For any other optimiser, it does.
     """
     inner = getattr(optimizer, "optim", optimizer)  # the optimiser that ZeRO wraps
     if getattr(inner, "_step_supports_amp_scaling", False):

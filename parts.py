@@ -1,8 +1,8 @@
-"""The optional parts: files that a copy can delete after setting an option to its off value.
+"""The optional parts: modules that a copy of the template can delete.
 
-Nothing else needs to change, because the core does not import a part at the top of a module. It
-imports it inside the `if` of its option, or with `optional`. docs/adapting.md lists the parts;
-everything else is the core.
+If a part has an option, set it to the value in `NEEDS` that does not need the part. Nothing else
+has to change, because no core module imports a part at its top. It imports the part inside the `if`
+of its option, or with `optional`. docs/adapting.md lists the parts. All other modules are the core.
 """
 
 import importlib
@@ -14,8 +14,8 @@ from typing import Any
 from errors import UserError
 
 FOLDER = Path(__file__).parent.resolve()
-# An option, the module that it needs, its value without the module, and the values that need the
-# module; (): all other values.
+# Each row: an option, the module that it needs, its value without the module, and the values that
+# need the module. () means that all other values need it.
 NEEDS = (
     ("model.start", "baseline", "mean", ()),
     ("model.pairs", "model_pairs", "false", ()),
@@ -29,22 +29,26 @@ NEEDS = (
 
 
 def optional(name: str) -> ModuleType | None:
-    """Returns the module of a part, None if its file has been deleted.
+    """Returns the module of a part, or None if its file has been deleted.
 
-    A package with the same name elsewhere does not count. Errors inside the module are raised.
+    An installed package with the same name is never imported instead. Errors inside the module are
+    raised.
     """
     return importlib.import_module(name) if is_here(name) else None
 
 
 def is_here(name: str) -> bool:
-    """Returns whether a module is in the same folder as this one."""
+    """Returns whether a module is in the same folder as parts.py."""
     return (FOLDER / f"{name}.py").exists()
 
 
 def check_parts(options: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an option of {"section.key": value} whose part has been deleted."""
+    """Raises `UserError` if the value of an option needs a part that has been deleted.
+
+    `options` is {"section.key": value}.
+    """
     for option, module, off, values in NEEDS:
-        if option not in options or is_here(module):  # an edited copy may have removed the option
+        if option not in options or is_here(module):  # a copy may have removed the option
             continue
         value = str(options[option])
         if isinstance(options[option], bool):

@@ -3,24 +3,26 @@
     python predict.py TABLE RUN... [section.key=value ...]
     torchrun --standalone --nproc_per_node=4 predict.py TABLE RUN...
 
-for example
+Examples:
 
     python predict.py pairs.tsv runs/a runs/b          writes pairs.predictions.tsv
     python predict.py pairs.tsv runs/a --parts         also writes the terms of each prediction
     python predict.py pairs.tsv runs/a --explain 10    writes pairs.explained.tsv
     python predict.py all-pairs runs/a --rows 0:1000000
 
-TABLE is a table whose header starts with `genes` (or `nodes`). It can also be `all-singles` or
-`all-pairs`: all nodes of the graph, or all pairs of nodes, are deleted or, as in `all-singles=0.3`,
-have this level.
+TABLE is the file of a table whose header starts with `genes` (or `nodes`), or one of two words:
+`all-singles` predicts the deletion of each node of the graph, and `all-pairs` predicts the deletion
+of each pair of nodes. For a level other than 0, write, for example, `all-singles=0.3`.
 
-RUN is a run folder, whose best.pt is used, or a checkpoint file. Besides the checkpoint, only the
-graph.pt of the run is needed, so you can move the run folder. Options have the values of the
-training; the command line can change a few of them, such as data.batch_size.
+RUN is a run folder, whose best.pt is used, or a checkpoint file. Predictions only need the
+checkpoint and the graph.pt of the run, so you can move the run folder. All options have the values
+from training. You can only change data.batch_size, model.message_passing, ddp.timeout_s and
+ddp.startup_timeout_s.
 
-The output `<table>.predictions.tsv` in the working directory has a line for each row, in the same
-order. Rows with unknown nodes have empty cells. For several runs, it has the mean of their
-predictions and, next to it, their standard deviation, `sd`. From Python, use `Predictor`.
+The output file `<table>.predictions.tsv` is written to the working directory. It has a line for
+each row of the table, in the same order. Rows with unknown nodes have empty cells. With several
+runs, the file contains the mean of their predictions, followed by the standard deviation, `sd`.
+From Python, use the class `Predictor`.
 """
 
 import hashlib
@@ -47,7 +49,7 @@ from config import Parser, expand_path, run_command
 from data import file_digest
 from ddp_ends import end_process
 from ddp_setup import DDPConfig, Distributed, library_versions
-from errors import UserError
+from errors import UserError, counted
 from parts import optional
 from predict_tables import (
     BEYOND,
@@ -66,8 +68,8 @@ from run_progress import progress_bar
 from run_results import table_lines
 
 log = logging.getLogger("predict")
-CELLS_AT_ONCE = 2**24
-# The options that the command line may set. All others are those of the training.
+CELLS_AT_ONCE = 2**24  # largest number of output cells that are computed and written at once
+# The options that the command line may set. All other options have their values from training.
 OPTIONS = (
     "data.batch_size",
     "model.message_passing",
@@ -82,17 +84,20 @@ class Settings:
 
     table: str
     runs: list[Run]
-    parts: bool = False
+    parts: bool = False  # whether to write the terms of each prediction
     explain: int = 0  # largest number of nodes and pairs to list for each prediction
     rows: tuple[int, int] = (0, sys.maxsize)  # first row, and the row after the last
 
     @property
     def ddp(self) -> DDPConfig:
-        # Not the device_ids of the training, which may have been on a different machine.
+        # The device_ids are not used, because training may have run on a different machine.
         return replace(self.runs[0].config.ddp, device_ids=[])
 
     def output(self, kind: str) -> Path:
-        """Returns the name of the output file, which is in the working directory."""
+        """Returns the path of the output file, which is in the working directory.
+
+        `kind` is the word before `.tsv`. If `--rows` is given, the name contains the range of rows.
+        """
         name = Path(self.table).name.removesuffix(".gz").removesuffix(".tsv")
         first, last = self.rows
         if (first, last) != (0, sys.maxsize):
@@ -100,7 +105,10 @@ class Settings:
         return Path(f"{name}.{kind}.tsv")
 
     def hashes(self) -> dict[str, str]:
-        """Returns hashes of the table and of the models, to compare ranks; raises `UserError`."""
+        """Returns hashes of the table and of all models, to check that they are equal on all ranks.
+
+        Raises `UserError` if the table cannot be read, or if the level of `all-pairs` is invalid.
+        """
         size, _ = screen(self.table)
         of_table = self.table if size else file_digest(self.table)
         of_models = hashlib.sha256()
@@ -111,22 +119,25 @@ class Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Predicts as the command line says; returns the exit status.
+    """Runs predict.py and returns the exit status.
 
-    `arguments` is the command line, by default that of this process.
+    `arguments` are the words of a command line; the default is the command line of this process.
     """
     return run_command(arguments, read_settings, predict)
 
 
 def read_settings(arguments: Sequence[str] | None = None) -> Settings:
-    """Returns the settings of a command line, by default of this process; raises `UserError`."""
+    """Returns the settings of a command line, and reads its runs; raises `UserError`.
+
+    `arguments` are the words of a command line; the default is the command line of this process.
+    """
     parser = Parser(__doc__)
     parser.add_argument("table", metavar="TABLE")
     parser.add_argument(
         "words",
         nargs="+",
         metavar="RUN",
-        help="run folders or checkpoint files, and options section.key=value",
+        help="run folders or checkpoint files; you can also give options section.key=value here",
     )
     parser.add_argument(
         "--parts", action="store_true", help="also write the terms of each prediction"
@@ -135,11 +146,11 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--explain",
         type=int,
         metavar="K",
-        help="write explanations instead of predictions: the K nodes and pairs that contribute "
-        "most",
+        help="write explanations instead of predictions: for each row and score, the K nodes and "
+        "pairs of nodes that contribute most",
     )
     parser.add_argument(
-        "--rows", default=":", metavar="A:B", help="predict only rows A to B - 1, counted from 0"
+        "--rows", default=":", metavar="A:B", help="predict only rows A to B - 1; the first is 0"
     )
     parsed = parser.parse_intermixed_args(arguments)
     overrides = [word for word in parsed.words if is_override(word)]
@@ -152,7 +163,7 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
         option, _, _ = override.partition("=")
         if option not in OPTIONS:
             raise UserError(
-                f"{override} is an option of training: predict.py accepts only {', '.join(OPTIONS)}"
+                f"{override} cannot be set in predict.py: it accepts only {', '.join(OPTIONS)}"
             )
     return Settings(
         table=expand_path(parsed.table),
@@ -164,12 +175,15 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
 
 
 def is_override(word: str) -> bool:
-    """Returns whether a word is `section.key=value`, and not the path of a run."""
+    """Returns whether a word is an option `section.key=value`, and not the path of a run."""
     return re.match(r"\w+\.\w+=", word) is not None and not os.path.exists(word)
 
 
 def read_range(text: str) -> tuple[int, int]:
-    """Returns the first row of `A:B` and the row after the last; raises `UserError`."""
+    """Returns the first row of a range `A:B`, and the row after its last; raises `UserError`.
+
+    The default of A is 0, and the default of B is the largest integer.
+    """
     match = re.fullmatch("([0-9]*):([0-9]*)", text)
     if not match:
         raise UserError(f"--rows={text} must be A:B, such as 0:1000000")
@@ -177,7 +191,7 @@ def read_range(text: str) -> tuple[int, int]:
     first_row = int(first or 0)
     last_row = min(int(last or sys.maxsize), sys.maxsize)
     if last_row <= first_row:
-        raise UserError(f"--rows={text} selects no row: the end must be larger than the start")
+        raise UserError(f"--rows={text} selects no rows: the end must be larger than the start")
     return first_row, last_row
 
 
@@ -198,28 +212,32 @@ def predict(settings: Settings, ddp: Distributed) -> None:
             check_names(ensemble.columns(settings.parts))
     changes = optional("run_changes")
     if changes is not None:
-        ddp.check_equal(changes.code_digests())  # includes the modules that the models need
+        ddp.check_equal(changes.code_digests())  # all modules that the models need are imported
     for note in survey.notes:
         log.warning(f"note      {note}")
     if survey.unknown:
-        missing = f"{survey.num_rows - survey.num_known} rows have no prediction"
-        log.warning(f"{missing}: {unknown_nodes(survey.unknown, ensemble.tables)}")
+        missing = counted(survey.num_rows - survey.num_known, "row")
+        reason = unknown_nodes(survey.unknown, ensemble.tables)
+        log.warning(f"note      no prediction for {missing}: {reason}")
     if settings.explain:
         for file in explainer.unexplained():
             log.warning(
-                f"note      the model of {file} has no knock-out pass that can be explained, so no "
-                "living nodes are listed for it"
+                f"note      no living nodes are listed for {file}, because its model does not have "
+                "a knock-out pass that can be explained"
             )
         if not any(run.checkpoint["step"] for run in settings.runs):
             log.warning(
-                "note      best.pt is the starting point of training, where living nodes may not "
-                "contribute yet"
+                "note      living nodes may not contribute to the predictions, because best.pt is "
+                "the model at the start of training"
             )
     write_table(settings, ensemble, survey, explainer)
 
 
 def check_names(columns: list[str]) -> None:
-    """Raises `UserError` if two columns have the same name, such as for scores `a` and `a_sd`."""
+    """Raises `UserError` if two output columns have the same name.
+
+    For example, the `sd` of a score `a` has the same name as the prediction of a score `a_sd`.
+    """
     for name, count in Counter(columns).items():
         if count > 1:
             raise UserError(
@@ -228,9 +246,10 @@ def check_names(columns: list[str]) -> None:
 
 
 def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explainer: Any) -> None:
-    """Writes the predictions of each row or, with an `explainer`, explanations.
+    """Writes the predictions of all rows or, with an `explainer`, their explanations.
 
-    Raises `UserError` if the file cannot be written.
+    At the end, the log reports how many rows are extrapolations. Raises `UserError` if the file
+    cannot be written.
     """
     kind = "predictions"
     columns = ensemble.columns(settings.parts)
@@ -261,12 +280,17 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
             bar.update(len(chunk.sets))
     for kind, count in zip(BEYOND, num_beyond.tolist(), strict=True):
         if count:
-            log.warning(f"note      {count:,} rows have {kind}: predictions are extrapolations")
-    log.info(f"{survey.num_known} predictions written to {output}")
+            rows = counted(count, "row")
+            log.warning(f"note      predictions are extrapolations for {rows} with {kind}")
+    log.info(f"output    results for {counted(survey.num_known, 'row')} are in {output}")
 
 
 def predicted_lines(settings: Settings, ensemble: Ensemble, chunk: Chunk) -> Iterator[str]:
-    """Yields the lines of some rows, which are formatted when they are read."""
+    """Predicts the rows of a chunk, and returns an iterator over their lines.
+
+    Cells of rows with unknown nodes are empty. The iterator formats the lines, so only the rank
+    that writes them spends time on it.
+    """
     predicted = ensemble.predict(chunk.samples, settings.parts).flatten(1)
     cells = torch.full((len(chunk.sets), predicted.size(1)), math.nan, dtype=torch.float64)
     cells[chunk.is_known] = predicted

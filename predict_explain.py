@@ -1,16 +1,20 @@
-"""Explains predictions by the knocked-out nodes, and by the living nodes whose states change.
+"""Explains predictions: computes how much knocked-out nodes and living nodes contribute to them.
 
-The contribution of a knocked-out node is the prediction minus that of the sample without it. The
-contributions of pairs of knocked-out nodes are in `predict_pairs`.
+The contribution of a knocked-out node is the difference of two predictions: the prediction for the
+sample, minus the prediction for the sample without this knock-out. `predict_pairs` computes the
+contributions of pairs of knocked-out nodes.
 
-The readout of the knock-out pass reads how each living node's state differs from the intact graph.
-With readout=nodes, the effect on a target is a function of that node's change, and of its level if
-it is perturbed; all of it is the node's own contribution. With `GlobalReadout`, the effect is a
-function of the sum of all changes. It is divided among the nodes by integrated gradients
-(Sundararajan, Taly and Yan 2017, arXiv:1703.01365), along the straight line from no change to the
-sum. The contributions add up to the knock-out pass minus its value for no change.
+Living nodes contribute by their state changes, which are the differences between their states with
+and without the knock-outs. The readout of the knock-out pass is a function of these changes:
 
-Shapes: N nodes, n samples, B of them in a batch, H hidden channels, T targets.
+- With readout=nodes, the term of a target is a function of the change of the target's own node, and
+  of this node's level if it is perturbed. The complete term is the contribution of this node.
+- With `GlobalReadout`, the term is a function of the sum of all changes. Integrated gradients
+  (Sundararajan, Taly and Yan 2017, arXiv:1703.01365) divide it among the nodes, along the straight
+  line from no change to the sum. The contributions add up to the term minus its value for no
+  change.
+
+Shapes: N nodes, n samples, B samples in a batch, H hidden channels, T targets, K listed nodes.
 """
 
 import math
@@ -32,42 +36,40 @@ from parts import optional
 from predict_tables import Chunk
 from run_results import NUMBER
 
-POINTS = 32  # points on the line from no change to the sum of changes
+POINTS = 32  # number of points on the line from no change to the sum of changes
 
 
 class Contribution(NamedTuple):
-    """The contribution of a node or of a pair to a prediction.
+    """The contribution of a knock-out, of a pair of knock-outs, or of a node's state change."""
 
-    A node contributes by its own knock-out, or by the change of its state.
-    """
-
-    node: str  # name of a node, or `A,B` for a pair of perturbed nodes
-    # In the unit of the score; for binary scores, of the logit, except for a node's own knock-out.
+    node: str  # name of the node, or `A,B` for a pair of perturbed nodes
+    # Contribution to the prediction, in the unit of the score. For binary scores, a knock-out
+    # contributes to the probability; pairs and state changes contribute to the logit.
     contribution: float
-    # The features that contribute most to a pair, separated by commas; a comma in a name is written
-    # `\,`.
+    # For a pair, its features that contribute most, separated by commas. A comma in the name of a
+    # feature is written as `\,`.
     features: str = ""
-    # The prediction if the node were intact; None: not a node's own knock-out.
+    # For a knock-out, the prediction if this node were intact; otherwise None.
     without: float | None = None
 
 
 def knockout_term(model: torch.nn.Module) -> KnockoutTerm | None:
-    """Returns a model's knock-out pass, None if it has none that can be explained."""
+    """Returns a model's knock-out pass, or None if it does not have one that can be explained."""
     terms = dict(getattr(model, "terms", {}))  # a model of a different class may have no terms
     term = terms.get("knockout")
     return term if isinstance(term, GlobalReadout) or reads_targets(term) else None
 
 
 def reads_targets(term: torch.nn.Module | None) -> bool:
-    """Returns whether a term reads each target from the state of only that node."""
+    """Returns whether a term predicts each target from the state of the target's own node only."""
     return hasattr(term, "target_nodes")
 
 
 def without_each(samples: Tables) -> Iterator[Tables]:
     """Yields the samples without the first perturbed node of each, without the second, and so on.
 
-    The number of yields is the number of nodes in the largest sample. Smaller samples are unchanged
-    after their last node.
+    It yields all samples as often as the largest sample has nodes. Smaller samples are unchanged in
+    the last yields.
     """
     row = samples.sample()
     # Position of the node in its sample.
@@ -86,7 +88,7 @@ class LargestChanges(NamedTuple):
 
     @classmethod
     def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestChanges":
-        """Returns K empty entries, which contribute nothing."""
+        """Returns K empty entries, whose contributions are 0, for each sample and target."""
         node = torch.zeros(num_samples, num_targets, number, dtype=torch.long)
         return cls(node, node.double())
 
@@ -98,11 +100,17 @@ def largest_changes(
     num_nodes: int,
     batch: Data,
 ) -> LargestChanges:
-    """Returns the nodes whose changes contribute most, as means over the models, on the CPU.
+    """Returns the nodes whose state changes contribute most to each sample, on the CPU.
 
-    `units` are the units of each model's predictions, float64 [T]. If all readouts are `nodes`,
-    only the target's own node contributes. In a model without a knock-out pass that can be
-    explained, no node contributes.
+    A contribution is a mean over the models. Models without a knock-out pass that can be explained
+    count as 0 in this mean. If all other models have readout=nodes, only the target's own node
+    contributes.
+
+    Args:
+        models, units: the models, and the scale of each model's predictions, float64 [T].
+        graph: the graph of the batch.
+        num_nodes: K.
+        batch: the samples.
     """
     largest = LargestChanges.none(len(batch.y), len(units[0]), num_nodes)
     explained = []
@@ -130,7 +138,7 @@ def largest_changes(
 
 
 def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterator[Tensor]:
-    """Yields the contribution of each node to the predictions of each sample, [T, N]."""
+    """Yields the contributions of all nodes to a sample's predictions, [T, N], for each sample."""
     term = knockout_term(model)
     if reads_targets(term):
         target = term.target_nodes.unsqueeze(1)
@@ -144,17 +152,17 @@ def contributions(model: KnockoutGNN, graph: SharedGraph, batch: Data) -> Iterat
 
 
 class EveryChange(KnockoutTerm):
-    """A term without a readout: its pooled changes are those of all nodes' states."""
+    """A term without a readout. Its method `pooled` yields the state changes of all nodes."""
 
     def pool(self, change: Tensor, alive: Tensor, wild: WildType) -> Tensor:
-        """Returns the changes [N, b, H] as [b, N, H], with 0 for dead nodes."""
+        """Returns the changes of b samples, [N, b, H], as [b, N, H], with 0 for dead nodes."""
         return (change * alive.unsqueeze(2)).transpose(0, 1)
 
 
 def changes_of_samples(graph: SharedGraph, batch: Data, wild: WildType) -> Iterator[Tensor]:
-    """Yields each sample's changes of the nodes' states, [N, H], with 0 for dead nodes.
+    """Yields the state changes of all nodes, [N, H], for each sample; they are 0 for dead nodes.
 
-    All states are computed, for a few samples at once.
+    The changes are computed for a few samples at once, to limit the memory.
     """
     living = wild.encoder.living(graph, batch)
     for samples in living.in_blocks(batch, wild.final):
@@ -162,10 +170,10 @@ def changes_of_samples(graph: SharedGraph, batch: Data, wild: WildType) -> Itera
 
 
 def mean_gradient(readout: GlobalReadout, total: Tensor, num_columns: int) -> Tensor:
-    """Returns the mean gradient of predictions on the line from no change to a total, [T, H].
+    """Returns the mean gradient of predictions on the line from no change to `total`, [T, H].
 
-    A prediction is the first column of a target. The points are densest at the start of the line,
-    where asinh is most curved.
+    It is the gradient of the first column of each target. The points of the Gauss-Legendre
+    quadrature are densest at the start of the line, where asinh has the largest curvature.
     """
     position, weight = np.polynomial.legendre.leggauss(POINTS)  # from -1 to 1
     u = torch.from_numpy((1 + position) / 2).to(total)
@@ -183,18 +191,20 @@ class Explanation(NamedTuple):
     """The contributions to the predictions of n samples."""
 
     prediction: Tensor  # float64 [n, T]
-    without: Tensor  # predictions of `without_each`, float64 [n, T, nodes of the largest sample]
-    pairs: Sequence[Sequence[list[Contribution]]]  # up to K for each sample and target
+    # Predictions for the samples of `without_each`, float64 [n, T, nodes of the largest sample].
+    without: Tensor
+    pairs: Sequence[Sequence[list[Contribution]]]  # up to K pairs for each sample and target
     changes: LargestChanges
 
 
 def name_contributions(
     explanation: Explanation, samples: Tables
 ) -> Iterator[list[list[Contribution]]]:
-    """Yields up to K contributions to each score of each sample.
+    """Yields up to K contributions to each score, for each sample.
 
-    The knocked-out nodes come first, then their pairs, then changes of states. In each group, the
-    largest contributions come first. Pairs and changes with contribution 0 are left out.
+    The knocked-out nodes come first, then pairs of them, and then the nodes whose states change. In
+    each group, the largest contributions come first. Pairs and state changes with contribution 0
+    are left out.
     """
     num_nodes = explanation.changes.node.size(2)
     ptr = samples.perturbed_ptr.tolist()
@@ -222,7 +232,8 @@ def name_contributions(
 class Explainer:
     """Explains the predictions of a `predictor.Ensemble`.
 
-    All ranks call `explain` and `lines`, share the samples, and get the same result.
+    All ranks call `explain` or `lines`. Each rank computes some of the samples, and all ranks get
+    the complete result.
     """
 
     columns = Contribution._fields
@@ -231,20 +242,21 @@ class Explainer:
         self.ensemble = ensemble
 
     def explain(self, samples: Tables, num_nodes: int) -> Iterator[list[list[Contribution]]]:
-        """Returns up to `num_nodes` contributions to each score of each sample."""
+        """Yields up to `num_nodes` contributions to each score, for each sample."""
         return name_contributions(self.compute(samples, num_nodes), samples)
 
     def lines(self, chunk: Chunk, num_nodes: int) -> Iterator[str]:
-        """Yields `num_nodes` lines for each row and score, which are formatted when they are read.
+        """Explains the rows of a chunk, and returns an iterator over `num_nodes` lines per score.
 
-        If there are fewer contributions, the last lines are empty.
+        If a score has fewer contributions, its last lines only have the row and the score. The
+        iterator formats the lines, so only the rank that writes them spends time on it.
         """
         return self._lines(chunk, self.explain(chunk.samples, num_nodes), num_nodes)
 
     def _lines(
         self, chunk: Chunk, explained: Iterator[list[list[Contribution]]], num_nodes: int
     ) -> Iterator[str]:
-        """Yields the lines of rows, given the contributions to the known rows."""
+        """Yields the lines of all rows, given the contributions to the rows with known nodes."""
         targets = self.ensemble.targets
         for genes, is_known in zip(chunk.sets, chunk.is_known.tolist(), strict=True):
             nodes_of_targets = next(explained) if is_known else [[] for _ in targets]
@@ -257,7 +269,7 @@ class Explainer:
                     yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
 
     def compute(self, samples: Tables, num_nodes: int) -> Explanation:
-        """Returns the explanation of n predictions, with up to `num_nodes` entries for each."""
+        """Returns the explanation of n samples, with up to `num_nodes` pairs and nodes for each."""
         ensemble = self.ensemble
         prediction = ensemble.predict(samples)[:, :, 0]
         without = [prediction.new_empty(*prediction.shape, 0)]
@@ -271,7 +283,10 @@ class Explainer:
         return Explanation(prediction, torch.cat(without, dim=2), pairs, changes)
 
     def _pairs(self, samples: Tables, number: int) -> list[list[list[Contribution]]]:
-        """Returns up to `number` contributing pairs for each sample and target."""
+        """Returns up to `number` pairs that contribute, for each sample and target.
+
+        The lists are empty if no model has features of pairs, or if this optional part is missing.
+        """
         targets = self.ensemble.targets
         predict_pairs = optional("predict_pairs")
         models = self.ensemble.models
@@ -290,9 +305,10 @@ class Explainer:
     def _largest(
         self, function: Callable[..., NamedTuple], none: Any, samples: Tables, number: int
     ) -> Any:
-        """Returns the named tuple that a function makes of batches, for n samples, on the CPU.
+        """Applies `largest_changes` or `largest_pairs` to n samples, batch by batch, on all ranks.
 
-        `none` is its result for no samples. The fields are [n, T, number, ...].
+        Returns a named tuple like the result of the function, whose fields are [n, T, number, ...],
+        on the CPU. `none` is the result for 0 samples.
         """
         ensemble = self.ensemble
         graph = ensemble.graph
@@ -302,7 +318,7 @@ class Explainer:
         units = [task.criterion.std for task in ensemble.tasks]
         widths = [math.prod(field.shape[3:]) for field in none]
 
-        def as_numbers(batch: Data) -> Tensor:  # as numbers, which ranks can sum
+        def as_numbers(batch: Data) -> Tensor:  # as one float64 tensor, which ranks can sum
             found = function(ensemble.models, units, graph, number, batch)
             columns = []
             for field, width in zip(found, widths, strict=True):

@@ -1,9 +1,10 @@
-"""Explains predictions by pairs of perturbed nodes and the features that they have in common.
+"""Explains the term `pairs` of predictions: computes how much each pair of nodes contributes to it.
 
-The part `pairs` of a prediction is a function of the sum of the features of all pairs in a sample.
-The contribution of a pair is the part minus the part with an average training pair in its place. In
-a sample of two nodes, it is the complete part. The contribution of a feature of a pair is defined
-in the same way. Because of the MLP, the contributions of several pairs do not add up to the part.
+The term is a function of the sum of the features of all pairs of perturbed nodes in a sample. The
+contribution of a pair is the term, minus the term with an average training pair instead of this
+pair. In a sample of two nodes, this is the complete term. The contribution of a feature of a pair
+is the same difference if only this feature is replaced. The contributions of several pairs do not
+add up to the term, because the function contains an MLP.
 
 Shapes: B samples in a batch, Q pairs in some samples, F features, T targets, K listed pairs.
 """
@@ -28,33 +29,37 @@ from model_pairs import (
     pairs_of_samples,
 )
 
-MOST_FEATURES = 3  # features that are listed for a pair
-VALUES_AT_ONCE = 2**22  # numbers of one tensor, which take 32 MB
+MOST_FEATURES = 3  # number of features that are listed for a pair
+VALUES_AT_ONCE = 2**22  # largest number of values of a tensor; in double precision, 32 MB
 
 
 @dataclass
 class Pairs:
-    """All pairs of some samples of a batch, as from `pairs_of_samples`."""
+    """All pairs of perturbed nodes in some samples of a batch, from `pairs_of_samples`."""
 
-    sample: Tensor  # long [Q]
-    nodes: Tensor  # long [2, Q]
-    factor: Tensor  # float64 [Q]
+    sample: Tensor  # index of each pair's sample in the batch, long [Q]
+    nodes: Tensor  # the two nodes of each pair, long [2, Q]
+    factor: Tensor  # weight of each pair: the product of its nodes' 1 - level, float64 [Q]
 
     def __getitem__(self, some: Tensor) -> "Pairs":
-        """Returns some of the pairs."""
+        """Returns the pairs with some indices."""
         return Pairs(self.sample[some], self.nodes[:, some], self.factor[some])
 
     def features(self, index: PairIndex) -> Tensor:
-        """Returns the weighted features of each pair, float64 [Q, F]."""
+        """Returns the features of each pair multiplied by its weight, float64 [Q, F]."""
         features = [index.of_pairs(*piece) for piece in index.in_pieces(self.nodes)]
         return self.factor.unsqueeze(1) * torch.cat(features)
 
 
 class PairsPart:
-    """The part `pairs` of a model's predictions of a batch.
+    """The term `pairs` of a model's predictions for a batch.
 
-    `unit` is the unit of the predictions, float64 [T], and `features` are those of the batch,
-    [B, F].
+    Args:
+        model: a model with features of pairs.
+        unit: the scale of the model's predictions, float64 [T].
+        graph: the graph of the batch.
+        batch: B samples.
+        features: the sum of the features of each sample's pairs, [B, F].
     """
 
     def __init__(
@@ -68,10 +73,10 @@ class PairsPart:
         _, self.hidden = model.terms["local"].inputs(wild, model.dose(wild, batch), batch)
 
     def contributions(self, sample: Tensor, shares: Tensor) -> Tensor:
-        """Returns the part minus its value without each of some shares, float64 [shares, T].
+        """Returns the term minus its value without each of S shares, float64 [S, T].
 
-        A share is the summand of a pair, or of one of its features, in `scaled` of a sample,
-        [shares, F].
+        A share, [S, F], is the summand of a pair, or of one feature of a pair, in the scaled sum of
+        the features of a sample. `sample` is the sample of each share, long [S].
         """
         scaled = self.scaled[sample]
         hidden = self.hidden[sample]
@@ -92,14 +97,15 @@ class LargestPairs(NamedTuple):
 
     nodes: Tensor  # long [B, T, K, 2]
     contribution: Tensor  # float64 [B, T, K], 0 for missing pairs
-    # long [B, T, K, MOST_FEATURES], the features that contribute most, -1 for missing ones
+    # Indices of the features that contribute most, -1 for missing features; long
+    # [B, T, K, MOST_FEATURES].
     feature: Tensor
-    # bool of the same shape; False if the pair lacks the feature, such as an edge
+    # Whether the pair has this feature, such as an edge; bool [B, T, K, MOST_FEATURES].
     has_feature: Tensor
 
     @classmethod
     def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestPairs":
-        """Returns K empty entries, which contribute nothing."""
+        """Returns K empty entries, whose contributions are 0, for each sample and target."""
         nodes = torch.zeros(num_samples, num_targets, number, 2, dtype=torch.long)
         feature = nodes.new_full((*nodes.shape[:3], MOST_FEATURES), -1)
         return cls(nodes, nodes[..., 0].double(), feature, feature >= 0)
@@ -112,10 +118,16 @@ def largest_pairs(
     most: int,
     batch: Data,
 ) -> LargestPairs:
-    """Returns the pairs that contribute most, as means over the models, on the CPU.
+    """Returns the pairs that contribute most to each sample, on the CPU.
 
-    `units` are the units of each model's predictions, float64 [T]. In a model without features of
-    pairs, no pair contributes.
+    A contribution is a mean over the models. Models without features of pairs count as 0 in this
+    mean.
+
+    Args:
+        models, units: the models, and the scale of each model's predictions, float64 [T].
+        graph: the graph of the batch.
+        most: K.
+        batch: the samples.
     """
     largest = LargestPairs.none(len(batch.y), len(units[0]), most)
     index = pair_index(graph)
@@ -141,7 +153,10 @@ def largest_pairs(
 
 
 def whole_samples(batch: Data, at_once: int) -> Iterator[Pairs]:
-    """Yields the pairs of a batch in pieces of whole samples, with about `at_once` pairs each."""
+    """Yields the pairs of a batch in pieces of about `at_once` pairs.
+
+    A piece has all pairs of its samples, and can therefore be larger.
+    """
     sample, nodes, factor = pairs_of_samples(batch)
     piece = sample.bincount().cumsum(0)[sample] // at_once
     sizes = piece.unique_consecutive(return_counts=True)[1].tolist()
@@ -164,10 +179,11 @@ def contributions_of_pairs(
 
 
 def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns the rank of each line in its sample, and the pairs that contribute most.
+    """Returns the pairs that contribute most to each sample and target.
 
-    Ranks are counted from 0, long [lines]. The pairs are numbers, one for each target, long
-    [lines, T].
+    The result has L lines: up to `most` lines for each sample. The first tensor is the position of
+    each line in its sample's list, from 0, long [L]. The second tensor has the index of a pair for
+    each line and target, long [L, T].
     """
     number = contribution.abs().argsort(dim=0, descending=True, stable=True)
     by_sample = sample[number].argsort(dim=0, stable=True)
@@ -182,11 +198,11 @@ def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple
 def largest_features(
     parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, number: Tensor, at_once: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the features that contribute most to pairs, long [lines, T, MOST_FEATURES].
+    """Returns the features that contribute most to pairs, long [L, T, MOST_FEATURES].
 
-    `number` has the numbers of the pairs, [lines, T]. Missing features are -1. The second tensor is
-    True if the pair has the feature; for example, a pair without an edge does not have the feature
-    edge.
+    `number` has the indices of the pairs, long [L, T], from `largest_of_samples`. Missing features
+    are -1. The second tensor, a bool of the same shape, is True if the pair has the feature. For
+    example, a pair without an edge does not have the feature `edge`, but this can contribute, too.
     """
     largest = number.new_full((*number.shape, MOST_FEATURES), -1)
     has_feature = torch.zeros_like(largest, dtype=torch.bool)
@@ -213,10 +229,11 @@ def largest_features(
 def name_pairs(
     largest: LargestPairs, graph: SharedGraph, genes: Sequence[str]
 ) -> list[list[list[tuple[str, float, str]]]]:
-    """Returns the pairs of each sample and target that contribute, as texts.
+    """Returns the pairs that contribute to each sample and target, with names.
 
-    For each pair, that is `A,B`, its contribution, and its features separated by commas; a comma in
-    a name is written `\\,`. `no ` precedes a feature that the pair does not have.
+    A pair is a tuple: the names of its nodes `A,B`, its contribution, and the names of its features
+    separated by commas. A comma in the name of a feature is written as `\\,`. A feature that the
+    pair does not have begins with `no `.
     """
     feature_names = [name.replace(",", r"\,") for name in pair_names(graph)]
 

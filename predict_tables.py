@@ -1,9 +1,11 @@
-"""Inputs and output of predictions: the graph of a run, the sets to predict, and a table.
+"""Inputs and output of predictions: the graph of a run, the sets to predict, and the output table.
 
-The file graph.pt of a run and a checkpoint are all that a prediction needs. The file has the fields
-`OF_GRAPH` of `Tables`, their hash as `graph`, and the `training_range` as `trained`. The sets of
-knock-outs are the rows of a table, or all sets of a certain size. They are read or listed in
-chunks, so that millions of them take little memory.
+A prediction only needs a checkpoint and the file graph.pt of its run. graph.pt contains the fields
+`OF_GRAPH` of `Tables`, the hash of these fields as `graph`, and the `training_range` as `trained`.
+The sets of knock-outs to predict are the rows of a table, or all sets of one or two nodes. They are
+read or generated in chunks, so that millions of sets need little memory.
+
+Shapes: N nodes, n rows.
 """
 
 import contextlib
@@ -25,24 +27,24 @@ from torch_geometric.utils import scatter
 from data_cells import Rows, read_header, read_rows, split_level
 from data_tables import OF_GRAPH, Tables, checked_sets, pack
 from ddp_setup import Distributed
-from errors import UserError
+from errors import UserError, counted
 from parts import optional
 from run_checkpoint import atomic_file, explain_write_errors, load_file, save_atomically
 from run_folder import RunFolder
 
-# The reasons why a row is an extrapolation.
+# If a row has one of these, its prediction is an extrapolation.
 BEYOND = (
     "nodes that no training row knocks out",
     "levels outside the range of training",
     "more nodes than any training row",
 )
 SET_SIZES = {"all-singles": 1, "all-pairs": 2}
-MOST = 16_384  # rows of a chunk
+MOST = 16_384  # largest number of rows in a chunk
 
 
 # ---- The graph of a run --------------------------------------------------------------------------
 def write_graph(folder: RunFolder, tables: Tables) -> None:
-    """Writes the graph of a run's tables to its folder; raises `UserError` on all ranks."""
+    """Writes graph.pt to a run's folder; raises `UserError` on all ranks if this fails."""
     path = folder.path / "graph.pt"
     with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
         if folder.ddp.rank == 0:
@@ -51,7 +53,7 @@ def write_graph(folder: RunFolder, tables: Tables) -> None:
 
 
 def fields_of_graph(tables: Tables) -> dict[str, Any]:
-    """Returns the fields `OF_GRAPH`, with the edges in a third of their bytes."""
+    """Returns the fields `OF_GRAPH` of tables, with edges in smaller dtypes to save memory."""
     fields = {name: getattr(tables, name) for name in OF_GRAPH}
     fields["edge_index"] = tables.edge_index.int()
     dtype = torch.uint8 if len(tables.relations) < 256 else torch.int
@@ -62,11 +64,12 @@ def fields_of_graph(tables: Tables) -> dict[str, Any]:
 
 
 def training_range(tables: Tables) -> dict[str, Any]:
-    """Returns the range of the training rows with a score; predictions outside it extrapolate.
+    """Returns the range of the training rows that have a score. Predictions outside it extrapolate.
 
-    `seen`, bool [N], is True for the nodes that they knock out. `lowest` and `highest` are the
-    extreme levels; they always include level 1, the level of intact nodes. `largest` is the number
-    of nodes in the largest set. `sets` has the codes of their sets of nodes, long [sets].
+    - `seen`: whether a training row perturbs each node, bool [N].
+    - `lowest` and `highest`: the range of the levels. It includes 1, the level of intact nodes.
+    - `largest`: the number of nodes in the largest set.
+    - `sets`: the distinct codes of the sets of nodes, from `named_sets`, long [sets].
     """
     is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
     level = tables.level[is_trained[tables.sample()]]
@@ -78,14 +81,20 @@ def training_range(tables: Tables) -> dict[str, Any]:
 
 
 def named_sets(tables: Tables) -> Tensor:
-    """Returns a 64-bit code of the names in each row's set, the same in all tables, long [n]."""
+    """Returns a 64-bit hash of the names of each row's nodes, long [n]; it ignores levels.
+
+    Rows with the same names have the same hash, also in different tables.
+    """
     digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in tables.genes]
     codes = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)
     return tables.set_code(codes[tables.perturbed])
 
 
 def read_graph(checkpoint: Path) -> dict[str, Any]:
-    """Returns the graph.pt in a checkpoint's run folder, or next to it; raises `UserError`."""
+    """Returns the content of graph.pt, next to a checkpoint or in the folder above.
+
+    Raises `UserError` if it is missing or damaged.
+    """
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         path = folder / "graph.pt"
         if path.exists():
@@ -98,19 +107,20 @@ def read_graph(checkpoint: Path) -> dict[str, Any]:
                 ) from None
     raise UserError(
         f"there is no graph.pt next to {checkpoint}: copy it from the run folder, or repeat the "
-        "command of the run to write it"
+        "command of the run, which writes it again"
     )
 
 
 def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
-    """Yields a warning if a checkpoint was, or may have been, trained on test rows of `tables`.
+    """Yields a warning if a checkpoint was trained on test rows of `tables`, or if this is unknown.
 
-    This concerns the set of a test row, or one of its nodes that no training row has here.
+    A test row counts if the checkpoint was trained on its set of nodes, or on one of its nodes that
+    is unseen in `tables`. `file` is the path of the checkpoint.
     """
     try:
         graph = read_graph(Path(file))
         trained_sets = graph["trained"]["sets"]
-    except (UserError, KeyError):  # it is missing, damaged or of an earlier version
+    except (UserError, KeyError):  # graph.pt is missing, damaged or from an earlier version
         yield (
             f"{file}: cannot check whether it was trained on test rows, because there is no "
             "readable graph.pt next to it"
@@ -126,7 +136,7 @@ def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
     if num_leaked > 0:
         yield (
             f"{file} was trained on sets or nodes of {num_leaked:,} of {is_test.sum():,} test "
-            "rows, so the test is not held out for these rows"
+            "rows, which are therefore not held out"
         )
 
 
@@ -147,31 +157,31 @@ def tables_of_graph(fields: dict[str, Any]) -> Tables:
 # ---- Sets to predict -----------------------------------------------------------------------------
 @dataclass
 class Chunk:
-    """Some consecutive rows of a table to predict."""
+    """n consecutive rows of a table to predict."""
 
-    sets: Sequence[str]  # their cells in the column `genes`
-    is_known: Tensor  # whether each has only nodes of the graph, bool [n]
-    samples: Tables  # the known rows, on the graph
+    sets: Sequence[str]  # the rows' cells in the column `genes`
+    is_known: Tensor  # whether all nodes of each row are in the graph, bool [n]
+    samples: Tables  # the known rows, with the graph
     unknown: list[str]  # distinct names that are not nodes of the graph
 
 
 @dataclass
 class Survey:
-    """The content of a table to predict."""
+    """The number of rows of a table to predict, and its problems."""
 
     num_rows: int
-    num_known: int  # rows with only nodes of the graph
+    num_known: int  # number of rows whose nodes are all in the graph
     unknown: list[str]  # distinct names that are not nodes of the graph
-    notes: list[str]  # warnings for the log about the file
+    notes: list[str]  # warnings about the file, for the log
 
 
 def survey_sets(
     path: str, tables: Tables, first: int = 0, last: int = sys.maxsize, has_bar: bool = False
 ) -> Survey:
-    """Reads everything that `read_sets` will read, so that errors come before the predictions.
+    """Reads all rows that `read_sets` will read, so that errors occur before the first prediction.
 
-    With `has_bar`, a progress bar shows how much has been read. Raises `DataError`, and `UserError`
-    if there are no rows from `first` to `last`.
+    With `has_bar`, a progress bar shows how much has been read. Raises `DataError` if the table is
+    wrong, and `UserError` if it does not have a row `first`.
     """
     size, _ = screen(path)
     if size:
@@ -180,7 +190,7 @@ def survey_sets(
         survey = Survey(num_rows, num_rows, [], [])
     else:
         survey = Survey(0, 0, [], [])
-        unknown = {}  # the names, as keys, in order
+        unknown = {}  # a dict, because its keys are distinct and keep their order
         for chunk in read_sets(path, tables, first, last, MOST, survey.notes, has_bar):
             survey.num_rows += len(chunk.sets)
             survey.num_known += len(chunk.samples.y)
@@ -200,10 +210,15 @@ def read_sets(
     notes: list[str] | None = None,
     has_bar: bool = False,
 ) -> Iterator[Chunk]:
-    """Yields the rows of a table from `first` to `last` - 1, at most `most` at once.
+    """Yields the rows of a table from `first` to `last` - 1 in chunks. Raises `DataError`.
 
-    Rows are counted from 0. The graph is that of `tables`. Adds warnings about the file to `notes`.
-    Raises `DataError`.
+    Args:
+        path: the table, or `all-singles` or `all-pairs` with an optional level.
+        tables: has the graph.
+        first, last: the first row, counted from 0, and the row after the last.
+        most: largest number of rows in a chunk.
+        notes: warnings about the file are added to this list.
+        has_bar: whether a progress bar shows how much has been read.
     """
     size, level = screen(path)
     if size:
@@ -226,9 +241,9 @@ def read_sets(
 
 
 def screen(path: str) -> tuple[int, float]:
-    """Returns the size and the level of all sets to predict, such as for `all-pairs=0.3`.
+    """Returns the size and the level of all sets to predict, such as 2 and 0.3 for `all-pairs=0.3`.
 
-    The size is 0 if `path` is a table. Raises `UserError` for a wrong level.
+    The size is 0 if `path` is a table. Raises `UserError` if the level is invalid.
     """
     kind, _, _ = path.partition("=")
     if kind not in SET_SIZES:
@@ -245,9 +260,9 @@ def screened_nodes(tables: Tables) -> Sequence[int]:
 
 
 def chunk_of(rows: Rows, tables: Tables) -> Chunk:
-    """Returns rows of a table to predict, with `tables` as their graph; raises `DataError`.
+    """Returns rows of a table as a `Chunk`, with the graph of `tables`; raises `DataError`.
 
-    If your batches contain further data of a row, read them here, too.
+    If your batches contain further columns of a table, read these columns here, too.
     """
     node_number = {gene: node for node, gene in enumerate(tables.genes)}
     row, name, names, level = checked_sets(rows, node_number)
@@ -268,7 +283,10 @@ def chunk_of(rows: Rows, tables: Tables) -> Chunk:
 def all_sets(
     tables: Tables, size: int, level: float, first: int, last: int, most: int
 ) -> Iterator[Chunk]:
-    """Yields all sets of `size` nodes at a level, from number `first` to `last` - 1."""
+    """Yields all sets of `size` nodes at a level in chunks of at most `most` sets.
+
+    It starts with set number `first` and ends before set number `last`.
+    """
     num_nodes = len(tables.genes)
     level_of_each = torch.full((num_nodes,), level, dtype=torch.float64)
     names = list(tables.names(torch.arange(num_nodes), level_of_each))
@@ -283,7 +301,10 @@ def all_sets(
 
 
 def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
-    """Returns whether samples are outside a `training_range`, for each of `BEYOND`, bool [3, n]."""
+    """Returns whether n samples are outside a `training_range`, for each reason in `BEYOND`.
+
+    The result is bool [3, n].
+    """
     level = samples.level
     is_outside = (level < trained["lowest"]) | (level > trained["highest"])
     of_nodes = torch.stack([~trained["seen"][samples.perturbed], is_outside])
@@ -293,9 +314,9 @@ def is_beyond(samples: Tables, trained: dict[str, Any]) -> Tensor:
 
 
 def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> Tables:
-    """Returns rows without scores on the graph of `tables`.
+    """Returns `num_rows` rows without scores, with the graph of `tables`.
 
-    `row`, `node` and `level` are those of each perturbed node.
+    `row` is the row of each perturbed node, `node` is its index, and `level` is its level.
     """
     y = tables.y.new_full((num_rows, len(tables.targets)), math.nan)
     perturbations = pack(row, node, level, num_rows)
@@ -303,21 +324,22 @@ def make_samples(tables: Tables, row: Tensor, node: Tensor, level: Tensor, num_r
 
 
 def unknown_nodes(names: Sequence[str], tables: Tables) -> str:
-    """Returns a message with up to ten of the nodes that are not in the graph."""
+    """Returns a message with the number of nodes that are not in the graph, and up to ten names."""
     named = f"{', '.join(names[:10]):.500}"
     data_notes = optional("data_notes")
     if data_notes:
         named = data_notes.some_names(names, data_notes.meanings(names, tables.genes))
-    return f"{len(names)} nodes are not in the graph: {named}"
+    return f"the graph does not contain {counted(len(names), 'node')}: {named}"
 
 
 # ---- The output table ----------------------------------------------------------------------------
 @contextlib.contextmanager
 def table_writer(path: Path, ddp: Distributed) -> Iterator[Callable[[Iterable[str]], None]]:
-    """Yields a function that writes lines with line ends; the file exists after the block.
+    """Yields a function that writes lines to a file. The lines must have line ends.
 
-    All ranks enter the block and call the function, and rank 0 writes. Raises `UserError` on every
-    rank if the file cannot be written.
+    The file only appears at `path` once the block ends without an error. All ranks enter the block
+    and call the function, but only rank 0 writes. If the file cannot be written, all ranks raise
+    `UserError`.
     """
 
     explain = partial(explain_write_errors, path, UserError, "change the working directory")
@@ -326,9 +348,9 @@ def table_writer(path: Path, ddp: Distributed) -> Iterator[Callable[[Iterable[st
         with ddp.sync_errors(), explain():
             if ddp.rank == 0:
                 file.writelines(line.encode() for line in lines)
-                file.flush()  # otherwise, a full disk would be noticed hours later
+                file.flush()  # without this, a full disk could be detected hours later
 
-    # Leaving a file that cannot be written raises again.
+    # If the file cannot be written, closing it at the end of the block raises the error again.
     with explain(), contextlib.ExitStack() as files:
         with ddp.sync_errors(), explain():
             if ddp.rank == 0:

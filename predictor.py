@@ -1,6 +1,7 @@
-"""Predictions with trained runs: `Predictor` for use from Python, `Ensemble` on all ranks.
+"""Predictions with trained runs: `Predictor` for Python, and `Ensemble` for use on all ranks.
 
-Shapes: n samples or sets of knock-outs, B of them in a batch, T scores of C columns each.
+Shapes: n samples or sets of knock-outs, B samples in a batch, T scores. A model has C output
+columns for each score.
 """
 
 import logging
@@ -22,7 +23,7 @@ from data import KnockoutDataset
 from data_cells import Rows
 from data_tables import Tables
 from ddp_setup import DDPConfig, Distributed
-from errors import UserError
+from errors import UserError, counted
 from evaluate import compute_rows, evaluation_batch_size, predict_rows
 from losses import LOSSES
 from mask import SharedGraph
@@ -33,40 +34,44 @@ from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
 log = logging.getLogger("predictor")
-# The terms of a prediction, in the order in which they are built: what is known without the graph,
-# the local readout, the features of pairs, and the knock-out pass.
+# The names of the terms that add up to a prediction, in the order in which the model has them: the
+# prediction without the graph, the local readout, the features of pairs, and the knock-out pass.
 TERMS = ("without_graph", "local", "pairs", "knockout")
 SETS_AT_ONCE = 100_000
-# Largest difference, in standard deviations, between most scores' means and deviations in the same
-# unit.
+# If the mean or the standard deviation of the scores differs between two runs by more than this, in
+# units of the standard deviation, there is a warning. With several scores, the median decides.
 MOST_OTHER = 0.4
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
 @dataclass
 class Run:
-    """A trained run."""
+    """A trained run: its best.pt or another checkpoint, and its graph.pt."""
 
     checkpoint: dict[str, Any]
     config: Config
-    graph: dict[str, Any]  # fields of `Tables`, from its graph.pt
-    trained: dict[str, Any]  # the `training_range`, from its graph.pt
+    graph: dict[str, Any]  # the fields of `Tables` that describe the graph
+    trained: dict[str, Any]  # the `training_range` of the run's tables
 
     @property
-    def file(self) -> str:
+    def file(self) -> str:  # the path of the checkpoint
         return self.checkpoint["file"]
 
 
 def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Returns a run, given its folder, whose best.pt is used, or a checkpoint file.
+    """Reads a run, given its folder, whose best.pt is used, or a checkpoint file.
 
-    Its options are its own, except for `overrides`. Raises `UserError`.
+    The options are read from the checkpoint. `overrides` are options `section.key=value` that
+    replace them. Raises `UserError`.
     """
     path = Path(expand_path(str(run)))
     if path.is_dir():
         state = read_status(path).get("state")
         if state not in ("finished", None):
-            log.warning(f"note      {path} is {state}: predictions use its best model so far")
+            log.warning(
+                f"note      predictions use the best model of {path} so far, because the state of "
+                f"this run is {state}"
+            )
         path = path / "checkpoints" / "best.pt"
     checkpoint = read_checkpoint(path)
     graph = read_graph(path)
@@ -75,20 +80,21 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
     lacking = {"graph", "basis", "pair_features"} - checkpoint.keys()
     if lacking or trained is None or not graph.keys() <= {field.name for field in fields(Tables)}:
         raise UserError(
-            f"{path} was created by another version of the template: use that version to predict"
+            f"{path} was created by a different version of the template: predict with that version"
         )
     if of_graph != checkpoint["graph"]:
         raise UserError(
-            f"the graph.pt next to {path} is of another graph: copy graph.pt from its run folder"
+            f"the graph.pt of {path} describes a different graph: copy the graph.pt of its run"
         )
     return Run(checkpoint, options_of_run(checkpoint, overrides), graph, trained)
 
 
 def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Config:
-    """Returns the options of a checkpoint, overridden by those of the command line.
+    """Returns the options of a checkpoint, with the `overrides` of the command line.
 
-    Raises `UserError` for a wrong option, and for an option of the checkpoint that this code does
-    not have, unless it is one of the checkpoint's `free_options`.
+    An option of the checkpoint that this code does not have raises `UserError`, except if it is one
+    of the checkpoint's `free_options`, which do not change the model. A wrong value raises
+    `UserError`, too.
     """
     options = by_key(checkpoint["config"])
     unknown = options.keys() - all_options().keys() - set(checkpoint.get("free_options", []))
@@ -101,12 +107,12 @@ def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Conf
 
 
 def note_other_code(run: Run) -> None:
-    """Logs which code files of a run differ from those of this process."""
+    """Logs which code files of this process differ from the files that trained a run."""
     changes = optional("run_changes")
     if changes is None:
         return
     code = changes.code_digests()
-    # A notebook may have loaded more modules.
+    # Modules that only one of them has loaded do not matter: a notebook may load more modules.
     of_run = code.keys() & run.checkpoint.get("code", code).keys()
     edited = changes.other_code(run.checkpoint, {file: code[file] for file in of_run})
     if edited:
@@ -117,39 +123,44 @@ def check_same(first: Run, run: Run) -> None:
     """Raises `UserError` if two runs do not predict the same scores on the same graph."""
     if Path(run.file).resolve() == Path(first.file).resolve():
         raise UserError(f"{run.file} is listed twice: list each run once")
+    both = f"{run.file} and {first.file}"
     if list(run.graph["targets"]) != list(first.graph["targets"]):
-        raise UserError(f"{run.file} was trained on other scores than {first.file}")
+        raise UserError(f"{both} were trained on different scores: give runs with the same scores")
     if run.checkpoint["graph"] != first.checkpoint["graph"]:
-        raise UserError(f"{run.file} was trained on another graph than {first.file}")
+        raise UserError(f"{both} were trained on different graphs: give runs with the same graph")
     loss = run.config.optim.loss
     if loss != first.config.optim.loss:
         raise UserError(
-            f"{run.file} was trained with optim.loss={loss}, {first.file} with "
-            f"{first.config.optim.loss}"
+            f"{run.file} was trained with optim.loss={loss}, but {first.file} with "
+            f"optim.loss={first.config.optim.loss}: give runs with the same loss"
         )
 
 
 def notes_on_members(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a warning for each run that is the same as an earlier one, or has different units."""
+    """Yields warnings about the checkpoints of an ensemble.
+
+    A warning is about a run that has the same parameters as an earlier run, or whose scores seem to
+    have a different unit from the first run's scores.
+    """
     for number, run in enumerate(checkpoints):
         first = checkpoints[0]
         if any(are_equal(run["model"], other["model"]) for other in checkpoints[:number]):
             yield (
-                f"{run['file']} has the same parameters as another run: train each run with "
-                "another run.seed"
+                f"{run['file']} has the same parameters as another run: train each run with a "
+                "different run.seed"
             )
-        if run.get("mean") is None:  # made by a custom task
+        if run.get("mean") is None:  # the checkpoint is from a custom task
             continue
         shift = (run["mean"] - first["mean"]).abs().maximum((run["std"] - first["std"]).abs())
         if (shift / run["std"].minimum(first["std"])).median() > MOST_OTHER:
             yield (
-                f"{run['file']} was trained on scores with another mean or standard deviation than "
-                f"{first['file']}: use the same unit for all runs"
+                f"the scores of {run['file']} and {first['file']} differ in their means or "
+                "standard deviations: use the same unit for all runs"
             )
 
 
 def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Returns whether two state dicts have the same names and values."""
+    """Returns whether two state dicts have the same keys and equal tensors."""
     names = tensors.keys()
     return names == others.keys() and all(torch.equal(tensors[n], others[n]) for n in names)
 
@@ -157,7 +168,7 @@ def are_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bo
 def task_of_run(
     config: Config, checkpoint: dict[str, Any], tables: Tables, graph: SharedGraph
 ) -> KnockoutTask:
-    """Returns the task that predicts with a run's model, given tables that have no samples yet."""
+    """Returns a task that builds and applies a run's model; its `tables` have no samples yet."""
     criterion = LOSSES[config.optim.loss](checkpoint["mean"], checkpoint["std"])
     return KnockoutTask(
         config=config,
@@ -174,11 +185,12 @@ def task_of_run(
 def predict_parts(
     model: nn.Module, task: KnockoutTask, names: Sequence[str], batch: Data
 ) -> Tensor:
-    """Returns the outputs for a batch, followed by its named parts, float64 [B, T, C + parts].
+    """Returns the C outputs for each score of a batch, followed by the terms of the first output.
 
-    The parts are those of the first column, in the unit of the scores or of their link, such as
-    logits. The first part, which is known without the graph, includes the mean of the scores. Parts
-    that the model does not have are 0.
+    The result is float64 [B, T, C + terms]; `names` selects the terms. The terms are in the unit of
+    the scores or, if the loss has a link, of the link, such as logits. The first term, which is the
+    prediction without the graph, includes the mean of the scores. Terms that the model does not
+    have are 0.
     """
     parts = model.parts(task.graph, batch)
     output = sum(parts.values())
@@ -193,16 +205,17 @@ def predict_parts(
 
 # ---- On all ranks --------------------------------------------------------------------------------
 class Ensemble:
-    """Trained models with the same graph and scores, which predict the same samples.
+    """One or more trained models that predict the same samples, on the same graph.
 
-    All ranks call `predict`, share the samples, and get the same result.
+    All ranks call `predict`. Each rank predicts some of the samples, and all ranks get the complete
+    result.
 
     Args:
-        runs: one or more.
-        ddp: the ranks.
+        runs: one or more runs with the same graph, scores and loss.
+        ddp: the process group.
 
     Raises:
-        UserError: a run does not fit the first one.
+        UserError: the runs differ in their graph, scores or loss, or a run is listed twice.
     """
 
     def __init__(self, runs: Sequence[Run], ddp: Distributed):
@@ -227,11 +240,12 @@ class Ensemble:
         for note in notes_on_members([run.checkpoint for run in runs]):
             log.warning(f"note      {note}")
         self.has_routes = False
-        self.lock = RLock()  # planners and masks reuse memory, so only one thread may predict
+        # Only one thread may predict at a time, because planners and masks reuse memory.
+        self.lock = RLock()
 
     @property
     def parts(self) -> list[str]:
-        """The names of the parts of a prediction: `TERMS`, and further terms of the models."""
+        """The names of the terms of a prediction: `TERMS`, then custom terms of the models."""
         names = list(TERMS)
         for model in self.models:
             names += [name for name in getattr(model, "terms", ()) if name not in names]
@@ -239,11 +253,11 @@ class Ensemble:
 
     @property
     def targets(self) -> list[str]:
-        """The name of each target."""
+        """The names of the scores."""
         return list(self.tables.targets)
 
     def names(self, with_parts: bool = False) -> list[str]:
-        """Returns the names of all predictions of a target; `prediction` is the first."""
+        """Returns the names of a target's predictions; the first is `prediction`."""
         criterion = self.tasks[0].criterion.to("cpu")
         a_row = torch.zeros(1, len(self.targets), len(criterion.columns))
         names = list(self._together([criterion.predictions(a_row) for _ in self.models]))
@@ -253,7 +267,10 @@ class Ensemble:
         return names
 
     def columns(self, with_parts: bool = False) -> list[str]:
-        """Returns the names of all predicted columns, grouped by target."""
+        """Returns the names of the output table's columns: all `names` of each target in turn.
+
+        With several targets, each name begins with the target.
+        """
         names = self.names(with_parts)
         if len(self.targets) == 1:
             return names
@@ -266,8 +283,9 @@ class Ensemble:
     def predict(self, samples: Tables, with_parts: bool = False) -> Tensor:
         """Returns the predictions of n samples, float64 [n, T, names], in the order of `names`.
 
-        The samples are on the graph `self.tables`. Predictions are those of `Criterion.together`,
-        and parts are means over the models.
+        The samples have the graph of `self.tables`. `Criterion.together` combines the predictions
+        of the models. With `with_parts`, the terms of the predictions follow, as means over the
+        models.
         """
         if not len(samples.y):
             num_names = len(self.names(with_parts))
@@ -284,7 +302,7 @@ class Ensemble:
         return torch.stack(columns, dim=2)
 
     def _together(self, predictions: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the predictions of the ensemble by name, [n, T] each."""
+        """Combines the predictions of each model, [n, T] by name, into those of the ensemble."""
         of_models = {}
         for name in predictions[0]:
             of_models[name] = torch.stack([of_model[name] for of_model in predictions])
@@ -293,7 +311,10 @@ class Ensemble:
     def _predict_by_model(
         self, samples: Tables, with_parts: bool
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Returns each model's `predictions` and its parts, float64 [n, T, parts, or 0]."""
+        """Returns `Criterion.predictions` and the terms of each model's predictions.
+
+        The terms are float64 [n, T, terms]; without `with_parts`, there are 0 terms.
+        """
         if not self.has_routes:
             self.choose_routes(samples)
         rows = torch.arange(len(samples.y))
@@ -315,7 +336,10 @@ class Ensemble:
         return of_models
 
     def choose_routes(self, samples: Tables) -> None:
-        """Chooses each model's message passing for samples such as these; there must be one."""
+        """Chooses the route of message passing for each model, and keeps it for all later calls.
+
+        The choice depends on the samples, so there must be at least one sample.
+        """
         for task, model in zip(self.tasks, self.models, strict=True):
             task.dataset, task.route = make_dataset(samples, self.graph, task.config)
             task.check_plan(model)
@@ -323,28 +347,28 @@ class Ensemble:
 
     @property
     def rows_at_once(self) -> int:
-        """The number of rows that are predicted and then written at once: some seconds of work."""
+        """The number of rows that are predicted and then written at once, in a few seconds."""
         return min(MOST, 4 * evaluation_batch_size(self.tasks[0]))
 
     def check_parts(self) -> None:
-        """Raises `UserError` if a model cannot return the parts of its predictions."""
+        """Raises `UserError` if a model cannot return the terms of its predictions."""
         for model, file in zip(self.models, self.files, strict=True):
             if not hasattr(model, "parts"):
                 raise UserError(
-                    f"the model of {file} has no method parts: add one like `KnockoutGNN.parts`"
+                    f"the model of {file} lacks a method parts: add it, as in `KnockoutGNN.parts`"
                 )
 
 
 # ---- From Python ---------------------------------------------------------------------------------
 def texts_of(sets: Iterable[str]) -> list[str]:
-    """Returns sets of knock-outs as a list; raises `UserError` if they are not a list of texts."""
+    """Returns sets of knock-outs as a list; raises `UserError` if a set is not a text."""
     if isinstance(sets, str):
-        raise UserError(f"expected a list of sets, not the single text {sets!r:.60}")
+        raise UserError(f"sets must be a list, not the single text {sets!r:.60}: write [...]")
     texts = list(sets)
     for text in texts:
         if not isinstance(text, str):
             raise UserError(
-                f"{text!r:.60} is not a text such as 'A,B=0.3', or '' for an intact sample"
+                f"sets: {text!r:.60} is not a text, such as 'A,B=0.3' or, for an intact sample, ''"
             )
     return texts
 
@@ -352,46 +376,49 @@ def texts_of(sets: Iterable[str]) -> list[str]:
 def explainer_of(ensemble: Ensemble) -> Any:
     """Returns the `predict_explain.Explainer` of an ensemble.
 
-    Raises `UserError` if this optional part has been deleted.
+    Raises `UserError` if this optional part is missing.
     """
     predict_explain = optional("predict_explain")
     if predict_explain is None:
-        raise UserError("explanations need predict_explain.py, which this copy does not have")
+        raise UserError("explanations need predict_explain.py: copy this file from the template")
     return predict_explain.Explainer(ensemble)
 
 
 class Prediction(NamedTuple):
     """The predictions of n sets of knock-outs, in the units of the T scores."""
 
-    # float64 [n, T]; for binary scores, the probability of 1; nan if a node is unknown
+    # Mean over the runs, float64 [n, T]; for binary scores, the probability of 1; nan for sets with
+    # unknown nodes.
     mean: np.ndarray
-    # float64 [n, T], standard deviation over several runs, or the loss's own prediction `sd`
+    # Standard deviation over several runs, float64 [n, T]. For one run, the prediction `sd` of the
+    # loss, or None if the loss does not predict it.
     sd: np.ndarray | None
-    targets: list[str]  # name of each score
+    targets: list[str]  # the name of each score
 
 
 class SetRows(Rows):
-    """Sets in a list as rows of a table; errors name them by their index in the list."""
+    """Sets in a list, as rows of a table. Errors report a set by its index in the list."""
 
     def place(self, row: int) -> str:
         return f"sets[{self.lines[row]}]"
 
 
 class Predictor:
-    """Predicts sets of knock-outs with one trained run, or with several as an ensemble.
+    """Predicts sets of knock-outs with one trained run, or with several runs as an ensemble.
 
         predictor = Predictor("runs/a", "runs/b")
         mean, sd, targets = predictor.predict(["YAL001C,YBR002W=0.3", ""])
 
-    A run is a run folder, whose best.pt is used, or a checkpoint file. Apart from it, only the
-    run's graph.pt is needed. Several runs must have the same graph, scores and loss.
+    A run is a run folder, whose best.pt is used, or a checkpoint file. Predictions only need the
+    checkpoint and the graph.pt of the run. Several runs must have the same graph, scores and loss.
 
     Args:
-        runs: folders or checkpoint files.
-        device: the device of the models, such as "cpu"; by default a GPU, if there is one.
+        runs: run folders or checkpoint files.
+        device: the device of the models, such as "cpu". The default is a GPU if there is one, and
+            otherwise the CPU.
 
     Raises:
-        UserError: a run cannot be read, or does not fit the first one.
+        UserError: a run cannot be read, or its graph, scores or loss differ from the first run's.
     """
 
     def __init__(self, *runs: str | Path, device: torch.device | str | None = None):
@@ -408,12 +435,12 @@ class Predictor:
 
     @property
     def tables(self) -> Tables:
-        """The graph, without samples."""
+        """The graph of the runs, as `Tables` without samples."""
         return self.ensemble.tables
 
     @property
     def targets(self) -> list[str]:
-        """The name of each score."""
+        """The names of the scores."""
         return self.ensemble.targets
 
     def predict(
@@ -422,19 +449,20 @@ class Predictor:
         unknown: Literal["raise", "nan"] = "raise",
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> Prediction:
-        """Predicts sets of knock-outs, each a text as in the column `genes` of a table.
+        """Predicts n sets of knock-outs.
 
-        `"A,B=0.3"` deletes node A and multiplies the messages of B by 0.3; `""` is an intact
-        sample.
+        A set is a text like a cell of the column `genes` of a table. `"A,B=0.3"` deletes node A and
+        multiplies the messages of node B by 0.3. `""` is an intact sample.
 
         Args:
             sets: n texts.
-            unknown: "raise" or "nan", for sets with nodes that are not in the graph.
-            columns: further columns of the table, for a dataset that reads them, n texts or numbers
-                each.
+            unknown: what happens if a set has a node that is not in the graph. "raise" raises an
+                error, and "nan" returns nan for this set.
+            columns: further columns of the table by name, with n texts or numbers each. They are
+                only necessary if your own code reads further columns of a table.
 
         Raises:
-            UserError: a text is not a set, or, with `unknown="raise"`, has an unknown node.
+            UserError: a text is not a valid set or, with `unknown="raise"`, has an unknown node.
         """
         sets = texts_of(sets)
         if unknown not in ("raise", "nan"):
@@ -451,13 +479,16 @@ class Predictor:
         sets: Sequence[str],
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns the parts of each prediction by name, float64 [n, T] each; they add up to it.
+        """Returns the terms of each prediction by name, float64 [n, T] each.
 
-        `without_graph` is known without the graph, and includes the mean of the training scores.
-        `local` is computed from the states of the knocked-out nodes, `pairs` from what these nodes
-        have in common, and `knockout` from the changes of the other nodes' states. For binary
-        scores, the sum is the logit, as a mean over runs. Arguments and errors are those of
-        `predict` with `unknown="raise"`.
+        They add up to the prediction or, for binary scores, to the logit. All are means over runs.
+
+        - `without_graph` does not depend on the graph. It includes the mean of the training scores.
+        - `local` is computed from the states of the knocked-out nodes.
+        - `pairs` is computed from the features that pairs of these nodes have in common.
+        - `knockout` is computed from the changes of the other nodes' states.
+
+        Arguments and errors are the same as for `predict` with `unknown="raise"`.
         """
         sets = texts_of(sets)
         self.ensemble.check_parts()
@@ -474,20 +505,21 @@ class Predictor:
         num_nodes: int = 10,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[list[NamedTuple]]]:
-        """Returns the nodes and pairs that predictions depend on most, as `Contribution`s.
+        """Returns the nodes and pairs of nodes that contribute most to each prediction.
 
-        For each set and score, there are three groups, each with the largest contributions first:
-        the knocked-out nodes, with the prediction `without` each of them; pairs of them, `A,B`, by
-        their contribution to the part `pairs`, with the `features` that contribute most; and nodes
-        by the contribution of their changes to the part `knockout` (see predict_explain and
-        predict_pairs).
+        The result has a list of `Contribution`s for each set and score. It begins with the
+        knocked-out nodes, each with the prediction `without` it. Pairs of these nodes follow, named
+        `A,B`, with the `features` that contribute most to the term `pairs`. Nodes whose state
+        changes contribute most to the term `knockout` come last. In each group, the largest
+        contributions come first. See predict_explain and predict_pairs.
 
         Args:
             sets, columns: as in `predict`.
-            num_nodes: the largest number of nodes and pairs for each set and score.
+            num_nodes: the largest number of nodes and pairs in a list.
 
         Raises:
-            UserError: as in `predict`, or predict_explain.py is missing.
+            UserError: a text is not a valid set or has an unknown node, or predict_explain.py is
+                missing.
         """
         if num_nodes < 1:
             raise UserError(f"num_nodes={num_nodes} must be at least 1")
@@ -501,13 +533,20 @@ class Predictor:
     def _chunks(
         self, sets: list[str], unknown: str, columns: Mapping[str, Sequence[Any]] | None
     ) -> Iterator[tuple[np.ndarray, Chunk]]:
-        """Yields sets in chunks, with the positions of those that have no unknown nodes."""
+        """Yields the sets in chunks; before each chunk, the indices of its sets that are known.
+
+        A set is known if all of its nodes are in the graph. With `unknown="raise"`, another set
+        raises `UserError`.
+        """
         columns = columns or {}
         for name, cells in columns.items():
             if name == "genes":
-                raise UserError("columns cannot contain genes, which are given by the sets")
+                raise UserError("columns: the genes are in sets: remove genes from columns")
             if len(cells) != len(sets):
-                raise UserError(f"columns: {name} has {len(cells)} cells for {len(sets)} sets")
+                raise UserError(
+                    f"columns: {name} has {counted(len(cells), 'cell')} for "
+                    f"{counted(len(sets), 'set')}: give one cell for each set"
+                )
         for first in range(0, len(sets), SETS_AT_ONCE):
             last = min(first + SETS_AT_ONCE, len(sets))
             cells = {"genes": sets[first:last]}

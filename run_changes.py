@@ -1,7 +1,8 @@
-"""Finds what has changed since a run made its steps: options, and the code that affects numbers.
+"""Detects changes of options, versions and code since a run was trained.
 
-A checkpoint contains hashes of its code, from `code_of_steps`. A resumed run and a prediction
-compare them with their own, and ranks compare theirs with each other.
+Only code that affects the numbers of a model counts. A checkpoint contains hashes of this code,
+from `code_of_steps`. A resumed run and a prediction compare these hashes with the hashes of the
+current code. The ranks of a run compare their hashes with each other.
 """
 
 import hashlib
@@ -17,19 +18,29 @@ from parts import FOLDER
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
-# Lines of environment.txt.
+# The lines of environment.txt with a version.
 VERSION = re.compile(r"^(python|torch|CUDA|torch-geometric|numpy): (.*)", re.M)
-# Prefixes of files that do not affect the numbers of a model.
+# Files with these prefixes do not affect the numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
 
 def compare_steps(
     folder: Any, state: TrainState, checkpoint: Mapping[str, Any], steps_per_epoch: int
 ) -> None:
-    """Logs the options and code files of a checkpoint that differ from those of a `RunFolder`.
+    """Compares the options and the code of a checkpoint with the current ones, and logs changes.
 
-    Raises `UserError` if no step is left to make and options differ, unless they only end the run
-    sooner. Also raises it if no step is left to make and the run was tested with different code.
+    Changes are refused if they would have no effect, because the run has no steps left. Exceptions
+    are a smaller optim.epochs or optim.patience that ends the run here, and changed code if the run
+    has not been tested yet.
+
+    Args:
+        folder: the `RunFolder` with the current options and code.
+        state: the state that was restored from the checkpoint.
+        checkpoint: the entries of the checkpoint.
+        steps_per_epoch: the number of steps of an epoch.
+
+    Raises:
+        UserError: a change would have no effect.
     """
     changed = folder.changed_options(checkpoint, "noted")
     edited = other_code(checkpoint, folder.origin.code)
@@ -43,8 +54,7 @@ def compare_steps(
     earlier = replace(optim, epochs=epochs, patience=patience)
     was_trained = state.is_trained(earlier, steps_per_epoch)
     only_ends_sooner = not was_trained and changed.keys() <= {"optim.epochs", "optim.patience"}
-    # A run whose test failed because of an error in the code may be tested again after that is
-    # fixed.
+    # If an error in the code has made the test fail, the user may correct the code and test again.
     is_tested = (folder.path / "test.tsv").exists()
     is_trained = state.is_trained(optim, steps_per_epoch)
     if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
@@ -53,13 +63,17 @@ def compare_steps(
             "this change, increase optim.epochs or optim.patience to train further, or set "
             "another run.name"
         )
-    log.warning(f"note      the first {state.step} steps were made with {made_with}")
+    log.warning(f"note      up to step {state.step}, this run was trained with {made_with}")
 
 
 def note_other_versions(earlier: str, this_start: str) -> None:
-    """Logs the versions of this start that differ from those of the last start in environment.txt.
+    """Logs a warning if a version has changed since the run was last started.
 
-    They may change the last digits of the results.
+    Different versions may change the last digits of the results.
+
+    Args:
+        earlier: the content of environment.txt, with all earlier starts.
+        this_start: the text that this start adds to environment.txt.
     """
     of_last = dict(VERSION.findall(earlier))
     changed = [
@@ -74,17 +88,25 @@ def note_other_versions(earlier: str, this_start: str) -> None:
 
 
 def code_of_steps() -> dict[str, str]:
-    """Returns the `code_digests` of training, including modules that it may load later."""
+    """Returns the hashes of the code that training uses, as in `code_digests`.
+
+    They include modules that training may only load later.
+    """
     return code_digests("train", "mask_copies", "model_graphs")
 
 
 def code_digests(*scripts: str) -> dict[str, str]:
-    """Returns a hash of each file of this project that this process runs and that affects numbers.
+    """Returns a hash of each file of this project that affects the numbers of this process.
 
-    These are the loaded modules, including those that users have added, and `scripts`, which may
-    run as `__main__`.
+    These files are the loaded modules in this folder, including modules that users have added.
+
+    Args:
+        scripts: names of further modules, which may not be loaded or may run as `__main__`.
+
+    Returns:
+        {file name: hash}.
     """
-    # Few names, while thousands of modules are loaded.
+    # Thousands of modules are loaded, but few of them have one of these names.
     ours = {path.stem for path in FOLDER.iterdir()}
     names = {name for name in {*sys.modules, *scripts} if name.partition(".")[0] in ours}
     places = [name.replace(".", "/") for name in names]
@@ -93,7 +115,7 @@ def code_digests(*scripts: str) -> dict[str, str]:
 
 
 def hashes_of(files: Iterable[str]) -> dict[str, str]:
-    """Returns a hash of each file that exists in this folder."""
+    """Returns a hash of each of the files that exists in this folder, {file name: hash}."""
     digests = {}
     for file in sorted(files):
         path = FOLDER / file
@@ -103,11 +125,15 @@ def hashes_of(files: Iterable[str]) -> dict[str, str]:
 
 
 def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """Returns a text with the files of `code_digests` that differ for a checkpoint, "" if none.
+    """Returns a text that lists the code files that differ from those of a checkpoint.
 
-    A checkpoint without hashes counts as equal. Files that only one of the two has are ignored:
-    options select the files of optional parts, and for other files, the module that imports them
-    has changed.
+    The text is "" if no file differs. A checkpoint without hashes counts as equal. Files that only
+    the checkpoint or only the current code has are ignored. Such a file belongs to an optional
+    part, which options select, or else the module that imports it has changed, too.
+
+    Args:
+        checkpoint: the entries of a checkpoint.
+        code: the current hashes, from `code_digests`.
     """
     earlier = checkpoint.get("code") or code
     edited = sorted(file for file in code.keys() & earlier.keys() if code[file] != earlier[file])

@@ -1,7 +1,7 @@
 """Checkpoints, and atomic writing of files.
 
-A checkpoint consists of the `TrainState` and its `Origin`. It is read with `weights_only=True`, so
-that no code in it is executed.
+A checkpoint is a file with the `TrainState` of a run and its `Origin`. It is loaded with
+`weights_only=True`, so that loading a checkpoint never executes code from the file.
 """
 
 import contextlib
@@ -20,41 +20,43 @@ from torch import Tensor, nn
 from errors import RunError, UserError, reason_of
 
 log = logging.getLogger("run_checkpoint")
-# Required entries of a checkpoint.
+# The entries that every checkpoint must have.
 NEEDED = ("model", "optimizer", "scaler", "step", "epoch", "config", "data")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a checkpoint: each field is stored in the file under its name.
+    """The options, the data and the code with which a checkpoint was trained.
 
-    If you write your own task, only the first two are required.
+    The checkpoint contains each field under its name. If you write your own task, only the first
+    two fields are required.
     """
 
     config: dict[str, dict[str, Any]]  # {section: {option: value}}
     data: str  # hash of all tables and of the split
     graph: str = ""  # hash of nodes and edges only
-    # Names of the nodes, in order; the next fields likewise.
+    # Names of the nodes, relations, features, targets and outputs of the model, in their order.
     nodes: list[str] = field(default_factory=list)
     relations: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)  # names of the model's outputs
+    outputs: list[str] = field(default_factory=list)
     mean: Tensor | None = None  # `mean` and `std` of `Criterion`, float64 [T]
     std: Tensor | None = None
     basis: Tensor | None = None  # `basis` of `KnockoutTask`, float64 [3, K]
-    pair_features: list[str] = field(default_factory=list)  # [] for a model without pairs
-    code: dict[str, str] = field(default_factory=dict)  # from `code_of_steps`; {} without that part
+    pair_features: list[str] = field(default_factory=list)  # names; [] for a model without pairs
+    # Hashes of the code, from `code_of_steps`. Without this optional part, they are {}.
+    code: dict[str, str] = field(default_factory=dict)
     free_options: list[str] = field(default_factory=list)  # from `Config.free_options`
 
 
 @dataclass
 class TrainState:
-    """Everything that a checkpoint restores.
+    """The state of training, which a checkpoint saves and restores.
 
-    Give your own fields a default, which is used if a checkpoint does not have the field. A field
-    with a `state_dict`, such as a moving average or a scheduler of torch, is saved and restored
-    with it.
+    If you add your own fields, give them a default. It is used for checkpoints that do not have the
+    field. If the value of a field has a `state_dict`, such as a moving average or a scheduler of
+    torch, this state dict is saved and restored.
     """
 
     model: nn.Module
@@ -64,20 +66,26 @@ class TrainState:
     epoch: int = 0  # completed epochs, including their validation
     best: dict | None = None  # step and metrics of the best validation
     best_model: dict | None = None  # the model's state dict at that step
-    skipped: int = 0  # non-finite steps so far; they were not applied
-    skipped_in_row: int = 0
+    skipped: int = 0  # number of non-finite steps so far, which were not applied
+    skipped_in_row: int = 0  # number of consecutive non-finite steps up to this step
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state to save."""
+        """Returns {field: value}, with the `state_dict` of each value that has one."""
         state = {}
         for name, value in vars(self).items():
             state[name] = value.state_dict() if hasattr(value, "state_dict") else value
         return state
 
     def load_state_dict(self, state: dict[str, Any], precision: str) -> None:
-        """Restores the state of a checkpoint, for a run with this `optim.precision`.
+        """Restores the state from the entries of a checkpoint.
 
-        Raises `UserError` if the model or its parameter groups differ from those of the checkpoint.
+        Args:
+            state: the entries of the checkpoint, from `read_checkpoint`.
+            precision: the option optim.precision of this run. If it differs from the checkpoint's
+                precision, the loss scale is not restored.
+
+        Raises:
+            UserError: the checkpoint has a different model, optimiser or parameter groups.
         """
         groups = self.optimizer.param_groups
         try:
@@ -88,8 +96,8 @@ class TrainState:
                 f"{state['file']} does not match the current model or optimiser ({error}): to "
                 f"start from its parameters, set run.init={state['file']} and another run.name"
             ) from None
-        self.optimizer.param_groups = groups  # keep the learning rates of the configuration
-        # ZeRO leaves the step counts on the CPU, but fused AdamW needs them on the device.
+        self.optimizer.param_groups = groups  # keeps the learning rates of the configuration
+        # ZeRO loads the step counts on the CPU, but fused AdamW needs them on the device.
         inner = getattr(self.optimizer, "optim", self.optimizer)
         for parameter, values in inner.state.items():
             if "step" in values:  # SGD has no step counts
@@ -108,9 +116,14 @@ class TrainState:
             self.best_model = state["model"]
 
     def is_trained(self, optim: Any, steps_per_epoch: int) -> bool:
-        """Returns whether no steps are left, given an `OptimConfig`.
+        """Returns whether the run has no steps left.
 
-        With a patience of 0, only the number of epochs counts.
+        Training ends after `optim.epochs` epochs or, if `optim.patience` is not 0, after that many
+        epochs since the best validation.
+
+        Args:
+            optim: an `OptimConfig`.
+            steps_per_epoch: the number of steps of an epoch.
         """
         best_step = 0 if self.best is None else self.best["step"]
         epochs_since_best = self.epoch - best_step // steps_per_epoch
@@ -118,9 +131,10 @@ class TrainState:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Returns the entries of a checkpoint on the CPU, and its path as `file`.
+    """Reads a checkpoint, and returns its entries. Tensors are on the CPU.
 
-    Raises `UserError` if it is missing or damaged.
+    The path is added as the entry `file`. Raises `UserError` if the file is missing or damaged, or
+    is not a checkpoint.
     """
     try:
         state = load_file(path)
@@ -133,9 +147,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Loads a checkpoint's parameters into the model.
+    """Loads the parameters of a checkpoint into a model.
 
-    Raises `UserError` with the keys or shapes that do not match.
+    Raises `UserError` if they do not match. The message contains the keys or shapes that differ.
     """
     try:
         model.load_state_dict(checkpoint["model"])
@@ -146,10 +160,14 @@ def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 
 def load_file(path: str | Path, **options: Any) -> Any:
-    """Returns the object that `torch.save` wrote, on the CPU; `options` are passed to `torch.load`.
+    """Loads a file that `torch.save` wrote. Tensors are on the CPU.
 
-    Raises any kind of exception for a damaged file. torch does not compare the checksums in the
-    file; this function does.
+    In addition to `torch.load`, this function verifies the checksums in the file. For a damaged
+    file, it can raise any exception.
+
+    Args:
+        path: the file.
+        options: further arguments of `torch.load`.
     """
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
@@ -161,7 +179,15 @@ def load_file(path: str | Path, **options: Any) -> Any:
 # ---- Writing -------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def atomic_file(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
-    """Opens a temporary file for writing, and moves it to `path` after it is on the disk."""
+    """Returns a context manager that writes a file atomically.
+
+    It opens a temporary file next to `path`. After the block, it writes the file to the disk and
+    renames it to `path`. If the block raises an exception, a file at `path` is unchanged.
+
+    Args:
+        path: the file to write.
+        suffix: the name of the temporary file is the name of `path` with this suffix.
+    """
     temporary = path.with_name(path.name + suffix)
     try:
         with temporary.open("wb") as file:
@@ -170,22 +196,24 @@ def atomic_file(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # on a full disk, logging the error needs this space
+        # If the disk is full, this frees the space that logging the error needs.
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes a text. Readers never see an incomplete file, even if two processes write it."""
+    """Writes a text file. Readers never see an incomplete file, even if two processes write it."""
     with atomic_file(path, f".{os.getpid()}.tmp") as file:
         file.writelines(line.encode() for line in lines)
 
 
 def save_atomically(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Writes a checkpoint. Readers never see an incomplete file."""
+    """Writes a checkpoint with `torch.save`. Readers never see an incomplete file."""
     with atomic_file(path) as file:
         try:
             torch.save(checkpoint, file)
         except RuntimeError as error:
-            # torch hides the reason, such as a full disk.
+            # torch replaces the error of the file system, which has the reason (such as a full
+            # disk), by its own error.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -195,7 +223,13 @@ def save_atomically(path: Path, checkpoint: dict[str, Any]) -> None:
 def explain_write_errors(
     path: Path, kind: type[UserError] = RunError, advice: str = "set run.dir"
 ) -> Iterator[None]:
-    """Turns an `OSError` in the block into an error of type `kind` with the `path` and `advice`."""
+    """Returns a context manager that replaces an `OSError` by an error that users can understand.
+
+    Args:
+        path: the file or folder that is being written, for the message.
+        kind: the class of the new error.
+        advice: the message asks users to correct the problem or to do this.
+    """
     try:
         yield
     except OSError as error:
@@ -205,10 +239,11 @@ def explain_write_errors(
 
 
 def lock_file(file: IO) -> None:
-    """Locks an open file until it is closed; raises `BlockingIOError` if another process has it.
+    """Locks an open file until it is closed.
 
-    If the file system does not support locks, such as Lustre without the option flock, it logs a
-    warning.
+    If the file system does not support locks, such as Lustre without the option flock, the function
+    logs a warning and does not lock the file. Raises `BlockingIOError` if another process has
+    locked the file.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

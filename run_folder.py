@@ -1,6 +1,6 @@
 """The run folder: lock, logs, checkpoints, metrics, status, curves and test.tsv.
 
-Only rank 0 writes, except that each rank has its own log and trace. docs/runs.md describes the
+Rank 0 writes all files except the logs and traces of the other ranks. docs/runs.md describes the
 files.
 """
 
@@ -41,7 +41,7 @@ log = logging.getLogger("run_folder")
 
 
 class Warnings(logging.Handler):
-    """A logging handler that collects the texts of warnings, each text once."""
+    """A logging handler that collects the texts of warnings. Repeated texts are kept once."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -52,7 +52,7 @@ class Warnings(logging.Handler):
             self.texts[record.getMessage()] = None
 
 
-warnings_so_far = Warnings()  # all warnings of this process
+warnings_so_far = Warnings()  # collects all warnings of this process, for status.json
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class RunConfig:
         first, *further = self.name.split("/")
         if {"", ".", ".."} & {first, *further} or (further and first == folder):
             raise ValueError(
-                f"run.name={self.name!r} must be a path relative to run.dir, such as a/b; it must "
-                f"not start with {folder} or contain empty parts, . or .."
+                f"run.name={self.name!r} must be a path relative to run.dir, such as a/b. It must "
+                f"not start with {folder}, and not contain empty parts, . or .."
             )
 
 
@@ -87,9 +87,16 @@ class LogConfig:
 
 
 class RunFolder:
-    """The files of a run with a `config.Config`.
+    """The files of a run.
 
-    `rivals` are the names of the predictions whose metrics are reported with the model's.
+    Use `open` to create an object. Then call `resume`, which opens the files, before the methods
+    that write.
+
+    Args:
+        config: the `config.Config` of the run.
+        ddp: the ranks of the run.
+        origin: the origin that checkpoints contain.
+        rivals: names of the rivals. The curves show their metrics next to the model's.
     """
 
     def __init__(self, config: Any, ddp: Distributed, origin: Origin, rivals: Sequence[str] = ()):
@@ -99,20 +106,29 @@ class RunFolder:
         self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
-        self.saved = {"step": 0, "epoch": 0}  # the checkpoint that a restart would resume from
+        # The step and epoch of the newest checkpoint, from which a restart would resume.
+        self.saved = {"step": 0, "epoch": 0}
         self.rows = []  # the rows of metrics.jsonl
         self.profiler = None
-        self.loss_and_speed = ""  # a text about the last steps
-        self.first_step = 0  # the first step of this process, for its speed
-        self.last_step = 0
-        self.started_at = 0.0  # from `time.perf_counter`, in seconds
+        self.loss_and_speed = ""  # a text about the last steps, for the progress bar
+        self.first_step = 0  # the step from which this process started or resumed
+        self.last_step = 0  # the last step of the run
+        self.started_at = 0.0  # start of training, from `time.perf_counter`
 
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
     def open(cls, *arguments: Any) -> "RunFolder":
-        """Creates and locks the folder, given the arguments of the class.
+        """Creates and locks the folder of a run. A collective.
 
-        Raises `UserError` on all ranks if the folder is not writable or in use.
+        Args:
+            arguments: the arguments of the class.
+
+        Returns:
+            The `RunFolder`.
+
+        Raises:
+            UserError: the folder cannot be written, or another process uses it. All ranks raise
+                this error.
         """
         folder = cls(*arguments)
         with folder.ddp.sync_errors():
@@ -124,10 +140,10 @@ class RunFolder:
         return folder
 
     def _lock(self) -> None:
-        """Locks the folder; raises `UserError` if it remains locked for 10 seconds.
+        """Locks the folder, and raises `UserError` if another process locks it for 10 seconds.
 
-        Ranks of a killed torchrun and their DataLoader workers need time to exit. The lock is a
-        separate file, because users may move logs.
+        The wait is necessary because the ranks of a killed torchrun and their DataLoader workers
+        need time to exit. The lock is a separate file, because users may move the logs.
         """
         self.lock = self.ddp.cleanup.enter_context((self.checkpoints / ".lock").open("a"))
         for _ in range(100):
@@ -136,7 +152,7 @@ class RunFolder:
                 return
             time.sleep(0.1)
         raise UserError(
-            f"another process is training in {self.path}: wait for it or set another run.name"
+            f"another process is training in {self.path}: wait for it, or set another run.name"
         )
 
     def _log_to_file(self) -> None:
@@ -147,11 +163,19 @@ class RunFolder:
         self.ddp.cleanup.callback(logging.getLogger().removeHandler, handler)
 
     def resume(self, state: TrainState, steps_per_epoch: int) -> None:
-        """Restores the state from the checkpoint to resume from, if any, and opens the files.
+        """Restores the state of training, and opens the files of the run. A collective.
 
-        This is the newest checkpoint of the folder. In an empty folder, it is that of run.resume,
-        or the parameters are initialised from run.init. A collective; raises `UserError` on every
-        rank.
+        The state comes from the newest checkpoint in the folder. If the folder has no checkpoint,
+        the state comes from the file run.resume. With run.resume=auto, there is no such file: the
+        state stays as it is, except that run.init can initialise the parameters.
+
+        Args:
+            state: the state, which this method modifies.
+            steps_per_epoch: the number of steps of an epoch.
+
+        Raises:
+            UserError: a file cannot be read or written, or the checkpoint belongs to a different
+                run. Every rank raises this error.
         """
         checkpoint = None
         with self.ddp.sync_errors():
@@ -160,7 +184,7 @@ class RunFolder:
                 init = self.config.run.init
                 if checkpoint is not None:
                     self._check_is_same_run(checkpoint)
-                elif init:  # DDP broadcasts the parameters to the other ranks
+                elif init:  # later, DDP broadcasts the parameters to the other ranks
                     from run_transfer import take_parameters
 
                     take_parameters(state.model, read_checkpoint(init), self.origin)
@@ -182,11 +206,11 @@ class RunFolder:
                 self._restore_best(checkpoint, state, steps_per_epoch)
 
     def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
-        """Raises `UserError` if the data or a fixed option differ from those of a checkpoint."""
+        """Raises `UserError` if the data or a fixed option has changed since a checkpoint."""
         file = checkpoint["file"]
-        advice = f"set another run.name; to start from its parameters, also set run.init={file}"
+        advice = f"set another run.name. To start from its parameters, also set run.init={file}"
         if checkpoint["data"] != self.origin.data:
-            raise UserError(f"{file} was trained on other data or another split: {advice}")
+            raise UserError(f"{file} was trained on different data or a different split: {advice}")
         given = self.config.options()
         for key, earlier in self.changed_options(checkpoint, "fixed").items():
             raise UserError(
@@ -195,9 +219,16 @@ class RunFolder:
             )
 
     def changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
-        """Returns {"section.key": earlier value} of the changed options with this `resume` rule.
+        """Returns the options that have changed since a checkpoint.
 
-        An option that the checkpoint does not have was at its default.
+        If the checkpoint does not have an option, the earlier value is the default of the option.
+
+        Args:
+            checkpoint: the entries of the checkpoint.
+            rule: only options with this `resume` rule are returned, such as "fixed".
+
+        Returns:
+            {"section.key": earlier value}.
         """
         rules = self.config.resume_rules()
         defaults = type(self.config)().options()
@@ -210,9 +241,14 @@ class RunFolder:
         return changed
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
-        """Returns the newest readable checkpoint, that of run.resume, or None.
+        """Returns the entries of the checkpoint to resume from, or None to start a run.
 
-        Raises `UserError` if none of the folder's checkpoints can be read.
+        It is the newest checkpoint in the folder that can be read. If the folder has no
+        checkpoint, it is the file run.resume.
+
+        Raises:
+            UserError: the folder has checkpoints, but all of them are damaged, or run.resume cannot
+                be read.
         """
         resume = self.config.run.resume
         paths = [*self.step_files(), *self.checkpoints.glob("best.pt")]
@@ -226,8 +262,8 @@ class RunFolder:
                 ignored = "run.init and run.resume are ignored"
                 log.info(f"note      {self.path} resumes from {path}: {ignored}")
             return checkpoint
-        if paths:  # the run would overwrite them
-            problem = f"none of the checkpoints in {self.checkpoints} can be read"
+        if paths:  # a run from the start would overwrite them
+            problem = f"cannot read any of the checkpoints in {self.checkpoints}"
             raise UserError(f"{problem}: move them away, or set another run.name")
         return None if resume == "auto" else read_checkpoint(resume)
 
@@ -236,7 +272,10 @@ class RunFolder:
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def _start_files(self, state: TrainState, ranks: str, steps_per_epoch: int) -> None:
-        """Opens the other ranks' logs; rank 0 writes configuration, environment and metrics."""
+        """Writes the configuration and the environment, and opens the metrics, on rank 0.
+
+        The other ranks only open their logs.
+        """
         with explain_write_errors(self.path, UserError):
             if self.ddp.rank != 0:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -245,7 +284,7 @@ class RunFolder:
             write_atomically(self.path / "config.yaml", [self.config.text()])
             self._add_environment(ranks)
             if not state.is_trained(self.config.optim, steps_per_epoch):
-                # Left by an earlier end of the run.
+                # The run has finished before, with fewer epochs. Its test results are outdated.
                 for name in ("test.tsv", "test.json", "test.svg"):
                     (self.path / name).unlink(missing_ok=True)
             self._open_metrics(state)
@@ -259,9 +298,10 @@ class RunFolder:
     def _restore_best(
         self, checkpoint: dict[str, Any], state: TrainState, steps_per_epoch: int
     ) -> None:
-        """Restores best.pt, unless it already belongs to the best validation.
+        """Writes best.pt again if it is missing, damaged or from a different validation.
 
-        The new file has the optimiser state of the checkpoint.
+        The model is the best model in the state. The state of the optimiser is from the checkpoint
+        from which the run resumes.
         """
         path = self.checkpoints / "best.pt"
         step = state.best["step"]
@@ -272,12 +312,13 @@ class RunFolder:
         best = {**saved, "model": state.best_model, "best_model": None}
         best |= {"step": step, "epoch": step // steps_per_epoch}
         with explain_write_errors(path, UserError):
-            if not self.step_files():  # otherwise, the next start would resume from best.pt
+            # Without this checkpoint, the next start would resume from best.pt.
+            if not self.step_files():
                 save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
             save_atomically(path, best)
 
     def _add_environment(self, ranks: str) -> None:
-        """Adds this start to environment.txt, and logs versions that differ from the last start."""
+        """Adds this start to environment.txt, and logs versions that have changed."""
         path = self.path / "environment.txt"
         earlier = path.read_text("utf-8") if path.exists() else ""
         this_start = environment(self.ddp.command, ranks)
@@ -287,7 +328,7 @@ class RunFolder:
             changes.note_other_versions(earlier, this_start)
 
     def _open_metrics(self, state: TrainState) -> None:
-        """Opens metrics.jsonl, and removes the rows that the run will repeat."""
+        """Opens metrics.jsonl, and removes the rows of steps that the run will repeat."""
         path = self.path / "metrics.jsonl"
         for row in read_metrics(path) if path.exists() else []:
             is_past = row["kind"] != "test" and row.get("step", 0) <= state.step
@@ -300,9 +341,12 @@ class RunFolder:
 
     # ---- Writing ---------------------------------------------------------------------------------
     def write(self, kind: str, state: TrainState, **values: Any) -> None:
-        """Appends a row to metrics.jsonl; a row of kind val also redraws the curves.
+        """Appends a row to metrics.jsonl on rank 0. After a validation, also draws the curves.
 
-        Non-finite numbers are written as null.
+        Args:
+            kind: the kind of the row: train, val, test, event or your own kind.
+            state: the state, whose step and epoch the row contains.
+            values: further entries of the row. Numbers that are not finite are written as null.
         """
         if self.ddp.rank != 0:
             return
@@ -321,13 +365,19 @@ class RunFolder:
                 write_atomically(self.path / "curves.svg", [curves])
 
     def save(self, state: TrainState, is_best: bool = False) -> None:
-        """Writes this step's checkpoint and, if it `is_best`, best.pt, on rank 0.
+        """Writes a checkpoint on rank 0, and deletes old ones. A collective.
 
-        In best.pt, `model` contains the parameters that were validated, such as an average. A
-        collective; raises `RunError` on every rank.
+        Args:
+            state: the state to save.
+            is_best: whether to write best.pt as well. In best.pt, `model` contains the parameters
+                that were validated, for example a moving average.
+
+        Raises:
+            RunError: a parameter is not finite, or a file cannot be written. Every rank raises this
+                error.
         """
         if hasattr(state.optimizer, "consolidate_state_dict"):  # ZeRO
-            state.optimizer.consolidate_state_dict()  # collects the shards of all ranks
+            state.optimizer.consolidate_state_dict()  # collects the shards of all ranks on rank 0
         with self.ddp.sync_errors(phase="save"):
             if self.ddp.rank != 0:
                 return
@@ -336,14 +386,15 @@ class RunFolder:
                 if not tensor.isfinite().all():
                     raise RunError(
                         f"{name} is not finite at step {state.step}, so no checkpoint was saved: "
-                        "lower optim.lr"
+                        "decrease optim.lr"
                     )
             path = self.checkpoints / f"step_{state.step:08d}.pt"
             with explain_write_errors(path):
-                # The rows must be on the disk before the checkpoint.
+                # The rows of metrics.jsonl must be on the disk before the checkpoint, because a
+                # resumed run does not repeat them.
                 os.fsync(self.metrics.fileno())
-                # Write best.pt first: if the run is killed here, it resumes from the previous
-                # checkpoint.
+                # best.pt is written first. If the run is killed after that, it resumes from the
+                # previous checkpoint, and writes both files again.
                 if is_best:
                     validated = {"model": state.best_model, "best_model": None}
                     save_atomically(self.checkpoints / "best.pt", checkpoint | validated)
@@ -355,9 +406,12 @@ class RunFolder:
             self.write_status("running")
 
     def event(self, event: str, state: TrainState, reason: str = "") -> None:
-        """Records an event in status.json and the metrics.
+        """Records an event in status.json and metrics.jsonl.
 
-        Events are started, resumed, stopped, failed and finished.
+        Args:
+            event: one of started, resumed, stopped, failed and finished.
+            state: the state, whose step and epoch are recorded in metrics.jsonl.
+            reason: the reason why the run was stopped or failed.
         """
         self.write_status("running" if event in ("started", "resumed") else event, reason)
         self.write(
@@ -370,7 +424,14 @@ class RunFolder:
         )
 
     def write_status(self, state: str, reason: str = "") -> None:
-        """Writes status.json, with the step of the last checkpoint and all warnings so far."""
+        """Writes status.json on rank 0.
+
+        It contains the state, the step of the last checkpoint and all warnings so far.
+
+        Args:
+            state: one of running, stopped, failed and finished.
+            reason: the reason why the run was stopped or failed.
+        """
         if self.ddp.rank != 0:
             return
         warnings = list(warnings_so_far.texts)
@@ -379,9 +440,15 @@ class RunFolder:
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
 
     def finish(self, state: TrainState, test: dict[str, Any], lines: Iterable[str]) -> None:
-        """Writes the test row and test.tsv, and marks the run as finished.
+        """Writes test.tsv and the test metrics, and marks the run as finished. A collective.
 
-        A collective; raises `RunError` on every rank.
+        Args:
+            state: the state of the finished run.
+            test: the metrics of the test rows.
+            lines: the lines of test.tsv.
+
+        Raises:
+            RunError: a file cannot be written. Every rank raises this error.
         """
         path = self.path / "test.tsv"
         with self.ddp.sync_errors(phase="save"), explain_write_errors(path):
@@ -395,15 +462,18 @@ class RunFolder:
         log.info(f"run       {self.path}, {model}")
 
     def stop(self, state: TrainState, reason: str) -> None:
-        """Records that the run stopped on request, and removes the file STOP."""
-        # Every rank does this, because the disk need not be shared. Another rank may already have
-        # removed the file.
+        """Records that the run stopped on request, and removes the STOP file."""
+        # Every rank removes the file, because ranks may have separate disks. On a shared disk,
+        # another rank may already have removed it.
         (self.path / "STOP").unlink(missing_ok=True)
         self.event("stopped", state, reason)
         log.info(f"stopped   at step {state.step} ({reason}): the same command resumes the run")
 
     def progress(self, step: int) -> str:
-        """Returns the remaining time of the run, if it is known, with the last loss and speed."""
+        """Returns a text for the progress bar: the remaining time of the run, loss and speed.
+
+        The remaining time is omitted before the first step, because it is not known then.
+        """
         steps_done = step - self.first_step
         if steps_done == 0 or step == self.last_step:
             return self.loss_and_speed
@@ -414,14 +484,17 @@ class RunFolder:
     # ---- Traces ----------------------------------------------------------------------------------
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:
-        """Traces log.profile_steps steps after three other steps; `profile_step` ends a step."""
+        """Returns a context manager that traces log.profile_steps steps after the first three.
+
+        In the block, call `profile_step` after each step. Each rank writes its own trace.
+        """
         num_steps = self.config.log.profile_steps
         if not num_steps:
             yield
             return
         file = str(self.path / f"trace.rank{self.ddp.rank}.json")
-        # Waiting and warm-up take 3 steps, so that the CUDA graph of the optimiser is captured (in
-        # the third step) before tracing starts. Before CUDA 12.6, a capture may crash under CUPTI.
+        # The third step captures the CUDA graph of the optimiser. Tracing starts after it, because
+        # before CUDA 12.6, a capture may crash while CUPTI is tracing.
         schedule = torch.profiler.schedule(wait=1, warmup=2, active=num_steps, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=lambda profiler: profiler.export_chrome_trace(file)
@@ -430,35 +503,40 @@ class RunFolder:
             yield
 
     def profile_step(self) -> None:
-        """Tells the profiler, if there is one, that a step has ended."""
+        """Signals the end of a step to the profiler, if there is one."""
         if self.profiler is not None:
             self.profiler.step()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics.jsonl; raises `UserError` if it cannot be read."""
+    """Returns the rows of a file metrics.jsonl; raises `UserError` if it cannot be read."""
     try:
         lines = path.read_text("utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {reason_of(error)}") from None
     rows = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # skips a line that a kill has cut off
+        with contextlib.suppress(ValueError):  # skips a line that is incomplete after a kill
             rows.append(json.loads(line))
     return rows
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Returns the content of a run's status.json, {} if it cannot be read."""
+    """Returns the content of status.json in a run's folder, or {} if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / "status.json").read_text("utf-8"))
     return {}
 
 
 def environment(command: list[str], ranks: str) -> str:
-    """Returns the text for environment.txt: command, git commit, versions and the ranks."""
+    """Returns the text of a start in environment.txt: command, git commit, versions and ranks.
+
+    Args:
+        command: the command line, without the interpreter.
+        ranks: the description of the ranks, from `ddp_setup.describe`.
+    """
     folder = shlex.quote(str(Path(__file__).resolve().parent))
-    # These variables are set if git runs this process in a hook.
+    # If a git hook runs this process, these variables point to the repository of the hook.
     here = f"env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE git -C {folder}"
     commit = subprocess.getoutput(f"{here} describe --always --dirty --abbrev=40")
     packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")

@@ -1,7 +1,7 @@
 """The plots of a run, as SVG, without a plotting package.
 
-A `Panel` is a grid with round numbers on each axis. `curves_svg` draws lines in two panels, and
-`predictions_svg` draws points in one.
+`curves_svg` draws the curves of training as lines in two panels. `predictions_svg` draws the test
+predictions as points in one panel. A `Panel` is a grid with round numbers on each axis.
 """
 
 import html
@@ -19,25 +19,25 @@ BLUE = "#228be6"
 ORANGE = "#e8590c"
 COLOURS = (BLUE, ORANGE, "#2f9e44", "#be4bdb", "#f08c00", "#0c8599")
 STYLE = f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" fill="{GREY}"'
-LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # style of a grid's lines
-MOST_TICKS = 7  # largest number of numbers on an axis
-POINTS = 2000  # largest number of points
-COLOURED = 6  # largest number of targets that each have their own colour
+LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # style of the lines of a grid
+MOST_TICKS = 7  # an axis has at most this many numbers
+POINTS = 2000  # a plot has at most this many points
+COLOURED = 6  # up to this many targets, each target has its own colour
 
 Point = tuple[float, float]
 
 
 @dataclass
 class Panel:
-    """An area of a figure with its upper left corner at (0, 0), and the numbers on its axes."""
+    """An area of a figure, with its upper left corner at (0, 0)."""
 
     width: float
     height: float
-    x_ticks: list[float]
-    y_ticks: list[float]
+    x_ticks: list[float]  # numbers on the x axis, from its left to its right end
+    y_ticks: list[float]  # numbers on the y axis, from its lower to its upper end
 
     def place(self, point: Point) -> Point:
-        """Returns a point's distances from the panel's left and upper edges."""
+        """Returns the distances of a point from the left and upper edges of the panel."""
         x, y = point
         x_low, x_high = self.x_ticks[0], self.x_ticks[-1]
         y_low, y_high = self.y_ticks[0], self.y_ticks[-1]
@@ -46,7 +46,10 @@ class Panel:
         return right, down
 
     def grid(self) -> list[str]:
-        """Returns the SVG of both axes' numbers, and of a line for each number on the y axis."""
+        """Returns the SVG of the numbers on both axes, and of a line for each number on the y axis.
+
+        The result is a list with one element of SVG in each item.
+        """
         svg = []
         for y, label in zip(self.y_ticks, labels_of(self.y_ticks), strict=True):
             _, down = self.place((self.x_ticks[0], y))
@@ -60,7 +63,7 @@ class Panel:
 
 @dataclass
 class Curve:
-    """Points of a panel that are connected by a line."""
+    """A curve of a panel: a line through points, and its label."""
 
     label: str
     colour: str
@@ -68,15 +71,20 @@ class Curve:
 
 
 def centred_text(x: float, y: float, text: str) -> str:
-    """Returns the SVG of a text that is centred at x."""
+    """Returns the SVG of a text whose centre is at x and whose baseline is at y."""
     return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{text}</text>'
 
 
 def round_ticks(values: Sequence[float], least_step: float = 0.0) -> list[float]:
-    """Returns the numbers on an axis, from end to end, which cover all values.
+    """Returns round numbers for an axis that covers all values, in increasing order.
 
-    They are consecutive multiples of a step that is 1, 2 or 5 times a power of ten. If all values
-    are equal, the axis begins or ends at 0.
+    The first and the last number are the ends of the axis. The numbers are consecutive multiples of
+    a step, which is 1, 2 or 5 times a power of ten. If all values are equal, the axis begins or
+    ends at 0.
+
+    Args:
+        values: the values to plot. Without any, the axis is from 0 to 1.
+        least_step: the smallest step, such as 1.0 for integers.
     """
     low = min(values, default=0.0)
     high = max(values, default=0.0)
@@ -93,23 +101,28 @@ def round_ticks(values: Sequence[float], least_step: float = 0.0) -> list[float]
 
 
 def multiples(step: float, low: float, high: float) -> list[float]:
-    """Returns the multiples of a step that cover the range from `low` to `high`."""
+    """Returns consecutive multiples of a step that cover the range from `low` to `high`."""
     numbers = range(math.floor(low / step), math.ceil(high / step) + 1)
     return [step * number for number in numbers]
 
 
 def labels_of(ticks: Sequence[float]) -> list[str]:
-    """Returns the numbers of an axis as texts, with enough digits to distinguish them."""
+    """Returns the texts of the numbers on an axis, with enough digits to distinguish them."""
     largest = max(abs(ticks[0]), abs(ticks[-1]))
     digits = 3 + int(math.log10(largest / (ticks[1] - ticks[0])))
     return [f"{tick:,.{max(6, digits)}g}" for tick in ticks]
 
 
 def curves_svg(rows: Sequence[dict], metric: str, rivals: Sequence[str]) -> str:
-    """Returns an SVG of the loss and a metric in metrics.jsonl, against the optimiser step.
+    """Returns an SVG of the loss and of a validation metric as functions of the optimiser step.
 
-    The metric is drawn with those of the rivals, given their names. Both panels mark the step of
-    best.pt.
+    The left panel has the training loss and the validation loss. The right panel has the metric of
+    the model and of the rivals. A vertical line in both panels marks the step of best.pt.
+
+    Args:
+        rows: the rows of metrics.jsonl.
+        metric: the name of the metric.
+        rivals: the names of the rivals. Rivals without this metric are omitted.
     """
     loss_curves = [
         Curve("training", BLUE, points_of(rows, "train", "loss")),
@@ -124,13 +137,14 @@ def curves_svg(rows: Sequence[dict], metric: str, rivals: Sequence[str]) -> str:
     svg = [f'<svg viewBox="0 0 920 360" {STYLE}>']
     best_step = step_of_best(rows)
     svg += curves_panel(56, "Loss", loss_curves, last_step, best_step)
-    svg += curves_panel(516, f"{metric.title()}, validation", metric_curves, last_step, best_step)
+    title = f"Validation {metric.replace('_', ' ').title()}"
+    svg += curves_panel(516, title, metric_curves, last_step, best_step)
     svg.append("</svg>\n")
     return "\n".join(svg)
 
 
 def step_of_best(rows: Sequence[dict]) -> int | None:
-    """Returns the step of the best validation, None if there is none."""
+    """Returns the step of the best validation, or None if there was no validation."""
     validations = []
     for row in rows:
         if row["kind"] == "val":
@@ -139,7 +153,10 @@ def step_of_best(rows: Sequence[dict]) -> int | None:
 
 
 def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
-    """Returns (step, value) of all rows of a kind that have the value."""
+    """Returns a list of (step, value), given a kind of rows and the name of a value.
+
+    Rows that do not have the value are skipped.
+    """
     points = []
     for row in rows:
         if row["kind"] == kind and row.get(key) is not None:
@@ -150,7 +167,15 @@ def points_of(rows: Sequence[dict], kind: str, key: str) -> list[Point]:
 def curves_panel(
     left: int, title: str, curves: Sequence[Curve], last_step: int, best_step: int | None
 ) -> list[str]:
-    """Returns the SVG of one panel: the label and the line of each curve over a grid."""
+    """Returns the SVG of one panel, with a grid, and a line and a label for each curve.
+
+    Args:
+        left: the distance of the panel from the left edge of the figure.
+        title: the title of the panel.
+        curves: the curves to draw.
+        last_step: the last step on the x axis.
+        best_step: the step that is marked as best.pt, or None for no mark.
+    """
     values = [value for curve in curves for _, value in curve.points]
     panel = Panel(380, 240, round_ticks([0, last_step], least_step=1.0), round_ticks(values))
     svg = [f'<g transform="translate({left} 64)">']
@@ -172,10 +197,11 @@ def curves_panel(
 
 
 def predictions_svg(y: Tensor, prediction: Tensor, targets: Sequence[str]) -> str:
-    """Returns an SVG of the scores [n, T] against their predictions, in one colour per target.
+    """Returns an SVG of scores [n, T] against their predictions [n, T], with a colour per target.
 
-    A target's label is its name and Pearson's r. If there are several targets, each is in units of
-    its standard deviation. More than `COLOURED` targets are plotted in one colour.
+    The label of a target is its name and its Pearson correlation. If there are several targets,
+    each target is standardised. More than `COLOURED` targets are plotted in the same colour, with
+    the mean of their correlations.
     """
     r = pearson(y, prediction)
     unit = ""
@@ -183,10 +209,12 @@ def predictions_svg(y: Tensor, prediction: Tensor, targets: Sequence[str]) -> st
         mean, std = mean_and_std(y)
         y = (y - mean) / std
         prediction = (prediction - mean) / std
-        unit = " (standard units)"
+        unit = " (standardised)"
     columns = {target: [t] for t, target in enumerate(targets)}
+    measure = "Pearson"
     if len(columns) > COLOURED:
-        columns = {f"mean of {len(columns):,} scores": list(range(len(columns)))}
+        columns = {f"{len(columns):,} targets": list(range(len(columns)))}
+        measure = "mean Pearson"
     most = POINTS // len(columns)
     groups = []
     for name, numbers in columns.items():
@@ -195,15 +223,20 @@ def predictions_svg(y: Tensor, prediction: Tensor, targets: Sequence[str]) -> st
         if len(points) > most:
             chosen = torch.linspace(0, len(points) - 1, most, dtype=torch.float64)
             points = points[chosen.long()]
-        label = f"{name:.30}: Pearson {r[numbers].nanmean():.4f}"
+        label = f"{name:.30}: {measure} {r[numbers].nanmean():.4f}"
         groups.append((label, points.tolist()))
     return scatter_svg(groups, f"prediction{unit}", f"score{unit}")
 
 
 def scatter_svg(groups: Sequence[tuple[str, Sequence[Point]]], x_label: str, y_label: str) -> str:
-    """Returns an SVG of groups of points, with a colour and a label for each, and the diagonal.
+    """Returns an SVG of groups of points in a square, with the diagonal.
 
-    Both axes of the square have the same numbers.
+    Both axes of the square have the same numbers. Each group has its own colour.
+
+    Args:
+        groups: the label and the points of each group.
+        x_label: the label of the x axis.
+        y_label: the label of the y axis.
     """
     ticks = round_ticks([value for _, points in groups for point in points for value in point])
     panel = Panel(400, 400, ticks, ticks)

@@ -7,15 +7,18 @@ from threading import RLock
 
 from tqdm import tqdm
 
-DELAY_S = 5.0  # a loop that takes less time has no bar
-MANY = 100_000  # from this number of steps on, a bar counts in thousands or millions
+DELAY_S = 5.0  # loops that take less time do not show a bar
+MANY = 100_000  # bars with at least this number of steps count in thousands or millions
 
 
 class ProgressBar(tqdm):
-    monitor_interval = 0  # seconds; 0: without tqdm's thread, which updates bars that hang
+    """A bar of tqdm without its monitor thread and without its lock between processes."""
+
+    monitor_interval = 0  # seconds between updates by the monitor thread; 0: no such thread
 
 
-# tqdm's default lock also locks processes, and a rank that fails would leave a semaphore behind.
+# By default, tqdm uses a lock between processes. If a rank failed, the semaphore of this lock would
+# remain in the system.
 ProgressBar.set_lock(RLock())
 
 
@@ -26,10 +29,16 @@ def progress_bar(
     delay: float = DELAY_S,
     is_shown: bool = True,
 ) -> ProgressBar:
-    """Returns a bar that counts the steps of an iterable, or the calls of its method `update`.
+    """Returns a progress bar, which is only shown if stderr is a terminal.
 
-    There is no bar for a single step. The bar appears after `delay` seconds. If all ranks make the
-    same steps, set `is_shown` only on rank 0.
+    Args:
+        steps: an iterable whose items the bar yields and counts, or the total number of steps. In
+            the second case, calls of the method `update` count the steps. A single step has no bar.
+        title: the text in front of the bar.
+        unit: the name of a step.
+        delay: the bar appears after this number of seconds.
+        is_shown: whether the bar is shown at all. If all ranks make the same steps, set this only
+            on rank 0.
     """
     is_number = isinstance(steps, int)
     total = steps if is_number else length_hint(steps)

@@ -1,6 +1,6 @@
-"""The results of a run, test.tsv: scores and predictions of the test rows, also of rivals.
+"""The results of a run, test.tsv: scores of the test rows, and predictions of the model and rivals.
 
-Shapes: n rows of T targets.
+In shapes, n is the number of rows, and T is the number of targets.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from data_tables import Tables
 
-NUMBER = ".12g"  # the format of all numbers in tables; with it, 1e6 + 1e-3 differs from 1e6
-OUTPUT = "prediction_"  # prefix of the names of all predictions except `prediction`
+# The format of all numbers in tables. It has enough digits to distinguish 1e6 + 1e-3 from 1e6.
+NUMBER = ".12g"
+OUTPUT = "prediction_"  # prefix of the columns of all predictions except `prediction`
 
 
 def result_lines(
@@ -20,12 +21,25 @@ def result_lines(
 ) -> Iterator[str]:
     """Yields the lines of test.tsv: the header, and one line for each test row.
 
-    A row begins with its nodes, the number of unseen nodes (for each target if these numbers
-    differ) and the names of the unseen nodes. Then follow the weight or the `sd`, if the table has
-    one. For each target, it has the score, the prediction, all other predictions as
-    `<target>_prediction_<name>`, and the predictions of rivals as `<target>_<rival>`. A missing
-    score is an empty cell. `predictions` and `rivals` are those of the test rows, by name, [n, T]
-    each; `prediction` comes first.
+    The first columns are:
+
+    - the nodes of the row,
+    - the number of unseen nodes, or one number for each target if these numbers differ,
+    - the names of the unseen nodes,
+    - the weight or the `sd` of the row, if the table has such a column.
+
+    For each target, the next columns are:
+
+    - `<target>`: the score, empty if it is missing,
+    - `<target>_prediction`: the prediction of the score,
+    - `<target>_prediction_<name>`: the other predictions of the loss,
+    - `<target>_<rival>`: the predictions of the rivals.
+
+    Args:
+        tables: the tables of the run.
+        predictions: the predictions of the test rows by name, [n, T] each. The first name is
+            `prediction`.
+        rivals: the predictions of the rivals for the test rows by name, [n, T] each.
     """
     rows = tables.rows("test")
     of_targets = [tables.y[rows], *predictions.values(), *rivals.values()]
@@ -44,12 +58,12 @@ def result_lines(
 
 
 def row_labels(tables: Tables, split: str) -> Iterator[str]:
-    """Yields the first three cells of each row of a split, as in `result_lines`."""
+    """Yields the first three cells of each row of a split, as `result_lines` describes them."""
     is_in_split = tables.is_in(split)[tables.sample()]
     perturbed = tables.perturbed[is_in_split]
     genes = tables.names(perturbed, tables.level[is_in_split])
     present = ~tables.y[tables.sample()[is_in_split]].isnan()
-    # Unseen for at least one score of the row.
+    # A node is listed if it is unseen for at least one score of the row.
     is_unseen = (present & ~tables.is_seen()[perturbed]).any(dim=1)
     names = []
     for node, is_named in zip(perturbed.tolist(), is_unseen.tolist(), strict=True):
@@ -69,8 +83,14 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
 
 
 def table_lines(labels: Iterator[str], numbers: Tensor) -> Iterator[str]:
-    """Yields a line for each row of numbers [n, C]: its label, and one cell each, empty for nan."""
+    """Yields the lines of a table without its header.
+
+    Args:
+        labels: the first cells of each row, joined by tabs.
+        numbers: the further cells of each row, [n, C]. Cells that are nan are left empty.
+    """
     template = f"\t%{NUMBER}" * numbers.size(1) + "\n"
-    for some_numbers in numbers.split(100):  # in blocks, because lists take four times the memory
+    # Blocks of rows save memory, because a list needs four times the memory of a tensor.
+    for some_numbers in numbers.split(100):
         for row in some_numbers.tolist():
             yield next(labels) + (template % tuple(row)).replace("\tnan", "\t")

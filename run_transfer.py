@@ -1,4 +1,8 @@
-"""Initialises parameters from a run on other tables, by names of nodes, relations and so on."""
+"""Initialises parameters from a run on different tables, for the option run.init.
+
+If a parameter has an entry for each node, relation, feature or output, the entries are matched by
+name. For example, a node gets the embedding of the node with the same name.
+"""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -7,14 +11,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from errors import UserError
+from errors import UserError, counted
 from run_checkpoint import Origin
 
 log = logging.getLogger("run_transfer")
-# For each class, its parameters with an entry for each node, relation, feature, output or effect of
-# a node (here "responses"), and the dimension of the entries. Parameters that are fitted to the
-# tables before training are not taken.
-HEAD = (("head.2.weight", "outputs", 0), ("head.2.bias", "outputs", 0))
+HEAD = (("head.2.weight", "outputs", 0), ("head.2.bias", "outputs", 0))  # last layer of a readout
+# For each class of modules: the parameters that have an entry for each node, feature and so on, as
+# (parameter name, kind, dimension of the entries). The entries of most kinds have names, in the
+# field of `Origin` with the name of the kind. Two kinds do not have names:
+# - "effects": an entry for each effect of a node. These parameters are only copied if both runs
+#   have the same kinds of effects.
+# - "fitted": parameters that are fitted to the tables before training, which are never copied.
 ENTRIES = {
     "Encoder": (
         ("embedding", "nodes", 0),
@@ -24,8 +31,8 @@ ENTRIES = {
     "KnockoutConv": (("gate", "relations", 0),),
     "BaselineReadout": (("slope", "fitted", 0), ("effect", "fitted", 0), ("weights", "fitted", 0)),
     "LocalReadout": (
-        ("embed.weight", "responses", 0),
-        ("embed.bias", "responses", 0),
+        ("embed.weight", "effects", 0),
+        ("embed.bias", "effects", 0),
         ("pair.weight", "outputs", 0),
         *HEAD,
     ),
@@ -39,7 +46,10 @@ ENTRIES = {
 
 
 def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
-    """Returns the `ENTRIES` of a model's modules: {parameter name: {dimension: kind}}."""
+    """Returns the `ENTRIES` of all modules of a model, {parameter name: {dimension: kind}}.
+
+    Subclasses inherit the entries of their base classes.
+    """
     entries = {}
     for prefix, module in model.named_modules():
         for base in type(module).__mro__:
@@ -49,17 +59,24 @@ def entries_by_name(model: nn.Module) -> dict[str, dict[int, str]]:
 
 
 def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Origin) -> None:
-    """Copies the parameters of a checkpoint of any tables that match by name and shape.
+    """Copies parameters from a checkpoint into a model, and logs which ones.
 
-    `ENTRIES` are the dimensions with an entry for each node, relation, feature, output or feature
-    of pairs. In these, the entries whose names are in both the checkpoint and `origin` are copied.
-    Parameters with entries for the effects of a node are copied if both have the same kinds of
-    effects, such as losses and gains. Parameters that are fitted to the tables before training are
-    not copied. Raises `UserError` if there is nothing to copy.
+    A parameter is copied if the checkpoint has a parameter with the same name and shape. In
+    dimensions whose entries have names, the sizes may differ: the entries whose names occur in both
+    the checkpoint and `origin` are copied, and the other entries keep their initial values.
+    `ENTRIES` lists these dimensions, and the parameters that are not copied.
+
+    Args:
+        model: the model, whose parameters this function modifies.
+        checkpoint: the entries of a checkpoint, which can be from a run on different tables.
+        origin: the origin of the model, with the names of its nodes, relations and so on.
+
+    Raises:
+        UserError: no parameter can be copied.
     """
     kinds_left = {"fitted"}
-    if responses_of(checkpoint.get("basis")) != responses_of(origin.basis):
-        kinds_left.add("responses")
+    if doses_of_effects(checkpoint.get("basis")) != doses_of_effects(origin.basis):
+        kinds_left.add("effects")
     entries_of = entries_by_name(model)
     taken = []
     left = []
@@ -85,7 +102,7 @@ def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Ori
 
 
 def same_but_for(dims: Collection[int], parameter: Tensor, saved: Tensor) -> bool:
-    """Returns whether two parameters have the same shape except in some dimensions."""
+    """Returns whether two parameters have the same shape, ignoring the sizes of `dims`."""
     if parameter.dim() != saved.dim():
         return False
     sizes = enumerate(zip(parameter.shape, saved.shape, strict=True))
@@ -99,13 +116,20 @@ def copy_entries(
     origin: Origin,
     checkpoint: Mapping[str, Any],
 ) -> list[str]:
-    """Copies the entries whose names are in both parameters, in all dimensions with names.
+    """Copies the entries of a parameter whose names also occur in the checkpoint.
 
-    `kinds` maps these dimensions to the kind of their names. Returns how many names are shared in
-    each.
+    Args:
+        kinds: maps each dimension whose entries have names to their kind, such as "nodes".
+        parameter: the parameter to modify.
+        saved: the parameter of the checkpoint.
+        origin: has the names of the entries of `parameter`.
+        checkpoint: has the names of the entries of `saved`.
+
+    Returns:
+        For each dimension with names, a text for the log, such as "20 of 30 nodes".
     """
-    ours = []  # positions in each dimension
-    theirs = []
+    ours = []  # for each dimension, the positions of the entries in `parameter`
+    theirs = []  # for each dimension, the positions of the same entries in `saved`
     counts = []
     for dim, size in enumerate(parameter.shape):
         places = saved_places = np.arange(size)
@@ -113,7 +137,7 @@ def copy_entries(
             names = getattr(origin, kinds[dim])
             saved_names = checkpoint.get(kinds[dim], [])
             shared, places, saved_places = np.intersect1d(names, saved_names, return_indices=True)
-            counts.append(f"{len(shared):,} of {len(names):,} {kinds[dim]}")
+            counts.append(f"{len(shared):,} of {counted(len(names), kinds[dim][:-1])}")
         ours.append(places)
         theirs.append(saved_places)
     parameter[np.ix_(*ours)] = saved[np.ix_(*theirs)].to(parameter)
@@ -121,18 +145,22 @@ def copy_entries(
 
 
 def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
-    """Logs the relations, features and targets of `origin` that a checkpoint does not have."""
+    """Logs a warning for relations, features and targets that a checkpoint does not have."""
     for kind in ("relations", "features", "targets"):
         saved_names = checkpoint.get(kind, [])
         lacking = [name for name in getattr(origin, kind) if name not in saved_names]
         if lacking:
             first = ", ".join(lacking[:10])
             log.warning(
-                f"note      {checkpoint['file']} does not have the {kind} {first}: their "
-                "parameters keep their initial values"
+                f"note      kept the initial parameters of {counted(len(lacking), kind[:-1])} not "
+                f"in {checkpoint['file']}: {first}"
             )
 
 
-def responses_of(basis: Tensor | None) -> list[list[bool]]:
-    """Returns which of the three `mask.doses` each effect of a node depends on."""
+def doses_of_effects(basis: Tensor | None) -> list[list[bool]]:
+    """Returns, for each effect of a node, which of the three `mask.doses` its dose depends on.
+
+    Args:
+        basis: the basis of the effects, [3, K], or None for a checkpoint without a basis.
+    """
     return [] if basis is None else (basis != 0).T.tolist()

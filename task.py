@@ -1,9 +1,10 @@
-"""The task of a run: everything between its tables and its loss, as one object.
+"""The task of a run: one object for everything between the input tables and the loss.
 
-`KnockoutTask` reads the tables, builds the graph, the dataset and the model, and computes the
-metrics of predictions and of rivals, which predict without the model. It does not use DDP, the
-optimiser, the order of the samples or a seed; these belong to train.py. If you write your own task,
-keep the names that other modules use.
+`KnockoutTask` reads the tables, and builds the graph, the dataset and the model. It also computes
+the loss of a batch, and the metrics of the model and of its rivals. A rival is a prediction without
+the model, such as the baseline. The task does not use DDP, the optimiser, the order of the samples
+or a seed, because these belong to train.py. If you write your own task, keep the names that other
+modules use; docs/adapting.md lists them.
 
 Shapes: N nodes, n rows of T targets, B samples in a batch, C columns of a target.
 """
@@ -24,7 +25,7 @@ from data import KnockoutDataset, basis_of, training_mean_and_std, weight_scale
 from data_cells import SPLITS
 from data_tables import OF_GRAPH, Tables
 from ddp_setup import Distributed
-from errors import RunError, UserError
+from errors import RunError, UserError, counted
 from losses import LOSSES, Criterion
 from mask import SharedGraph
 from metrics import METRICS, first_metric, metrics_beside_rivals, mse, outputs_of, weighted_mean
@@ -49,13 +50,16 @@ class KnockoutTask:
     route: str  # the method of message passing, for the log
     # Maps the three `mask.doses` of a level to the K doses of a node's effects, float64 [3, K].
     basis: Tensor
-    baseline: Any = None  # the `Baseline` that training starts from; None: the mean of the scores
-    # Name of each rival: its predictions of all rows, float64 [n, T].
+    baseline: Any = None  # the fitted `Baseline`; None with model.start=mean
+    # {name of a rival: its predictions for all rows, float64 [n, T]}
     rivals: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def load(cls, config: Config, ddp: Distributed) -> "KnockoutTask":
-        """Returns the task of the tables in `config.data`; wrong input raises on every rank."""
+        """Reads the tables of `config.data`, and returns the task for them.
+
+        A collective. If the input is wrong on any rank, it raises `UserError` on every rank.
+        """
         with ddp.sync_errors():
             return cls.from_tables(data.load(config.data), config, ddp.device)
 
@@ -63,7 +67,10 @@ class KnockoutTask:
     def from_tables(
         cls, tables: Tables, config: Config, device: torch.device | str = "cpu"
     ) -> "KnockoutTask":
-        """Returns the task of tables with a split; raises `UserError` if the options do not fit."""
+        """Returns the task for tables that have a split.
+
+        Raises `UserError` if the options do not fit the tables.
+        """
         if not (config.model.embedding or config.data.features):
             raise UserError("model.embedding=false needs node features: set data.features")
         check_scores(tables, config)
@@ -134,13 +141,16 @@ class KnockoutTask:
         )
 
     def build_model(self) -> nn.Module:
-        """Returns the model to train, on the CPU; raises `UserError`."""
+        """Returns a new model to train, on the CPU.
+
+        Raises `UserError` if the options of the model do not fit the task.
+        """
         options = self.config.model
         tables = self.tables
         sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
-        unseen = tables.unseen_share("val")  # the fraction of nodes that training hides
+        unseen = tables.unseen_share("val")  # the fraction of nodes that a training step hides
         model = KnockoutGNN(options, *sizes, unseen, self.basis, len(self.criterion.columns))
-        # The parts of a prediction have this order. Append your own terms.
+        # The output is the sum of these terms. Append your own terms at the end.
         terms = model.terms
         hidden = options.hidden
         if options.start == "baseline" and options.readout != "global":
@@ -165,11 +175,12 @@ class KnockoutTask:
 
     @property
     def num_targets(self) -> int:
+        """The number of targets, T."""
         return len(self.tables.targets)
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """The shape of the model's outputs for one sample, as in `by_score`: (T, C)."""
+        """The shape of one sample's outputs, (T, C), after `by_score` has split them by target."""
         return self.num_targets, len(self.criterion.columns)
 
     @property
@@ -179,31 +190,33 @@ class KnockoutTask:
 
     @property
     def captures_steps(self) -> bool:
-        """Whether to capture training steps as CUDA graphs, if that is possible."""
+        """Whether train.py should try to capture training steps as CUDA graphs."""
         return self.config.model.cuda_graphs and self.graph.is_on_gpu
 
     @property
     def is_cheap_per_sample(self) -> bool:
         """Whether samples need so little memory that thousands can be predicted at once.
 
-        On a GPU, `shared` message passing computes the states of many samples in blocks of limited
-        size.
+        This is the case without a knock-out pass. On a GPU, it is also the case for `shared`
+        message passing, which computes the states of the samples in blocks of limited size.
         """
         model = self.config.model
         in_blocks = self.graph.is_on_gpu and model.message_passing in ("auto", "shared")
         return in_blocks or not model.has_knockout_pass
 
     def output_names(self) -> list[str]:
-        """Returns the names of the T * C outputs, target by target."""
+        """Returns the names of the T * C outputs: all columns of a target, target by target."""
         names = []
         for target in self.tables.targets:
             names += [f"{target} {column}" for column in self.criterion.columns]
         return names
 
     def check_plan(self, model: nn.Module) -> None:
-        """Removes the plan of batches if it does not give the same state changes as `model`.
+        """Removes the plan from the dataset if `model` does not support it.
 
-        The log reports the new route. Only a `KnockoutGNN` can have a plan.
+        A plan lists the node states that the knock-outs of a batch change, so that only these are
+        computed. Only a `KnockoutGNN` supports plans. If its layers were edited, the states that
+        are computed with a plan may differ from the model's own; in this case, the log reports it.
         """
         if not isinstance(model, KnockoutGNN):
             self.dataset = replace(self.dataset, transform=None)
@@ -216,33 +229,40 @@ class KnockoutTask:
             self.route = "shared"
 
     def loss(self, output: Tensor, batch: Data) -> Tensor:
-        """Returns the weighted sum of a batch's losses for each score, [T]; raises `RunError`."""
+        """Returns the weighted sum of a batch's losses for each score, [T].
+
+        Raises `RunError` if the shape of `output` is wrong.
+        """
         losses = self.criterion.losses(self.by_score(output, batch), batch.y)
         return (batch.weight * losses).sum(dim=0)
 
     def by_score(self, output: Tensor, batch: Data) -> Tensor:
-        """Returns outputs [B, T * C] as [B, T, C]; raises `RunError` if their shape is wrong."""
+        """Returns the model's outputs [B, T * C] as [B, T, C].
+
+        Raises `RunError` if their shape is wrong.
+        """
         columns = self.criterion.columns
         num_samples = len(batch.y)
         if output.shape != (num_samples, self.num_outputs):
             raise RunError(
-                f"the model returned {list(output.shape)} for {num_samples} samples, not "
-                f"[{num_samples}, {self.num_outputs}]: in KnockoutTask.build_model, build a model "
-                f"with {self.num_outputs} outputs: for each score, {', '.join(columns)} (see "
-                "losses.py)"
+                f"the model returned {list(output.shape)} for {counted(num_samples, 'sample')}, "
+                f"not [{num_samples}, {self.num_outputs}]: in KnockoutTask.build_model, build a "
+                f"model with {counted(self.num_outputs, 'output')} per sample "
+                f"({', '.join(columns)} for each score, see losses.py)"
             )
         return output.unflatten(1, self.output_shape)
 
     def predictions(self, output: Tensor) -> dict[str, Tensor]:
-        """Returns all predictions by name, [n, T] each, computed from outputs [n, T, C]."""
+        """Returns {name: predictions, [n, T]}, computed from outputs [n, T, C]."""
         return self.criterion.to(output.device).predictions(output)
 
     def metrics(self, split: str, output: Tensor) -> dict[str, float]:
-        """Returns the metrics of a split and of the rivals by name, given outputs [n, T, C].
+        """Returns {name: value} of the metrics of the model and of the rivals on a split.
 
-        Each metric is the mean over the targets for which it is defined, nan if there are none.
-        Rows are weighted. `rows` is the number of rows, and `n` is the number of rows with at least
-        one score.
+        `output` [n, T, C] contains the model's outputs for the rows of the split. The rows are
+        weighted. Each metric is the mean over the targets for which it is defined, or nan if there
+        are none. The entry `rows` is the number of rows, and `n` is the number of rows with at
+        least one score.
         """
         rows = self.rows(split)
         y = self.tables.y[rows]
@@ -260,24 +280,24 @@ class KnockoutTask:
         return {**means, "n": num_scored, "rows": len(rows)}
 
     def result_lines(self, output: Tensor) -> Iterator[str]:
-        """Yields the lines of test.tsv, given outputs [n, T, C] of the test rows."""
+        """Yields the lines of test.tsv, given the model's outputs for the test rows, [n, T, C]."""
         rivals = self.rivals_of(self.rows("test"))
         return result_lines(self.tables, self.predictions(output), rivals)
 
     def rivals_of(self, rows: Tensor) -> dict[str, Tensor]:
-        """Returns the predictions of each rival for some rows, by name, float64 [rows, T] each."""
+        """Returns {name of a rival: its predictions for the given rows, float64 [rows, T]}."""
         return {name: prediction[rows] for name, prediction in self.rivals.items()}
 
     def summary(self) -> str:
-        """Returns the log line with the numbers of nodes, edges, samples and scores."""
+        """Returns a text for the log with the numbers of nodes, edges, samples and scores."""
         tables = self.tables
         counts = tables.perturbed_ptr.diff()
         splits = ", ".join(f"{len(tables.rows(split)):,} {split}" for split in SPLITS)
         text = (
-            f"{len(tables.genes):,} nodes, "
-            f"{len(tables.edge_type):,} edges in {len(tables.relations)} relations, "
-            f"{len(tables.y):,} samples with {counts.min()} to {counts.max()} knock-outs: "
-            f"{splits}; {len(tables.targets):,} scores: {', '.join(tables.targets[:5])}"
+            f"{counted(len(tables.genes), 'node')}, {counted(len(tables.edge_type), 'edge')} in "
+            f"{counted(len(tables.relations), 'relation')}, {counted(len(tables.y), 'sample')} "
+            f"with {counts.min()} to {counted(int(counts.max()), 'knock-out')}: {splits}; "
+            f"{counted(len(tables.targets), 'score')}: {', '.join(tables.targets[:5])}"
         )
         data_notes = optional("data_notes")
         if data_notes is not None:
@@ -287,7 +307,7 @@ class KnockoutTask:
         return text
 
     def notes(self) -> list[str]:
-        """Returns warnings for the log about the tables and how they fit the options."""
+        """Returns warnings for the log, about the tables and about options that do not fit them."""
         notes = list(self.tables.notes)
         if self.baseline is not None:
             notes += self.baseline.notes(self)
@@ -301,12 +321,12 @@ class KnockoutTask:
 
 
 def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[KnockoutDataset, str]:
-    """Returns the dataset, and the method of message passing as a text for the log."""
+    """Returns the dataset, and a text for the log about the method of message passing."""
     scale = 1.0 if tables.split is None else weight_scale(tables)
     dataset = KnockoutDataset(tables, graph.degree, scale=scale, out_degree=graph.out_degree)
     options = config.model
     if not options.has_knockout_pass:
-        return dataset, f"no knock-out pass, as model.readout={options.readout}"
+        return dataset, f"no knock-out pass, because model.readout={options.readout}"
     if options.message_passing not in ("auto", "shared", "reach"):
         return dataset, options.message_passing
     reach = optional("model_reach")
@@ -317,9 +337,11 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
 
 
 def check_scores(tables: Tables, config: Config) -> None:
-    """Raises `UserError` if a score has no values in training, or is invalid for the loss.
+    """Checks that every split has values of the scores, and that the loss accepts all values.
 
-    Also raises it if validation has no scores at all; otherwise, missing scores are logged.
+    Raises `UserError` if a score has no value in training, if validation has no value of any score,
+    or if a value is invalid for the loss. Logs a warning if a split has no value of a score, but
+    training is possible.
     """
     for split in SPLITS:
         is_missing = tables.y[tables.rows(split)].isnan().all(dim=0)
@@ -329,14 +351,14 @@ def check_scores(tables: Tables, config: Config) -> None:
         problem = f"no {split} row has a value of score {', '.join(names[:10])}"
         if split == "train" or (split == "val" and len(names) == len(tables.targets)):
             raise UserError(f"{problem}: remove the column, or change the split")
-        log.warning(f"note      {problem}: it is ignored there")
+        log.warning(f"note      {problem}, so the {split} metrics ignore it")
     LOSSES[config.optim.loss].check(tables.y)
 
 
 def check_metrics(criterion: Criterion, loss: str) -> None:
-    """Logs the metrics that need predictions which the loss does not have.
+    """Logs a warning for each metric that needs a prediction, such as sd, which the loss lacks.
 
-    Raises `UserError` if the first metric is among them, because it chooses the best model.
+    Raises `UserError` if this is the first metric, because the first metric chooses the best model.
     """
     a_row = criterion.mean.new_zeros(1, len(criterion.mean), len(criterion.columns))
     outputs = criterion.predictions(a_row)
@@ -344,5 +366,5 @@ def check_metrics(criterion: Criterion, loss: str) -> None:
         for output in outputs_of(metric, but=outputs):
             problem = f"the metric {name} needs {output}, which optim.loss={loss} does not predict"
             if name == first_metric():
-                raise UserError(f"{problem}: set another loss, or put another metric first")
-            log.warning(f"note      {problem}: it is omitted")
+                raise UserError(f"{problem}: set another loss, or another first metric")
+            log.warning(f"note      {problem}, so it is omitted")

@@ -1,11 +1,16 @@
-"""Trains a knock-out GNN on a large graph that all samples share, with one process or several.
+"""Trains a knock-out GNN on one large graph that all samples share.
 
     python train.py                                     one process
-    torchrun --standalone --nproc_per_node=4 train.py   one process per GPU, or on the CPU
+    torchrun --standalone --nproc_per_node=4 train.py   four processes, each on a GPU or on the CPU
 
-config.yaml lists the options; `section.key=value` on the command line overrides the file. The same
-command starts a run and resumes it. A signal or a file STOP in the run folder stops the run after
-it has saved a checkpoint.
+All options are in config.yaml. On the command line, section.key=value overrides an option for this
+run, for example:
+
+    python train.py run.name=first optim.lr=0.003
+
+If the run folder is empty, this command starts the run. Otherwise, it resumes the run from its
+newest checkpoint. To stop the run early, press Ctrl-C, send a signal such as SIGTERM, or create a
+file STOP in the run folder. train.py then saves a checkpoint and exits.
 
 Exit status: 0 if the run finished or was stopped on request, 1 if it failed, 2 if the configuration
 or the input data is wrong.
@@ -25,11 +30,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-# OpenMP reads this when torch is imported. By default, waiting threads spin for a long time and
-# slow down others on the same cores.
+# OpenMP reads this variable when torch is imported. By default, threads that wait for work spin for
+# a long time, and slow down other threads on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-# Put this folder first, even if PYTHONSAFEPATH is set: other folders may have modules with the same
-# names.
+# Search this folder first for imports, because other folders may have modules with the same names.
+# If PYTHONSAFEPATH is set, Python would not search this folder at all.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # raised when PyG is imported
 
@@ -44,7 +49,7 @@ from config import Config, Parser, all_options_text, load_config, run_command
 from data_loader import StepSampler, make_loader
 from ddp_ends import StopTraining, end_process
 from ddp_setup import Distributed, library_versions
-from errors import RunError
+from errors import RunError, counted
 from evaluate import predict_rows
 from metrics import metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
@@ -56,43 +61,52 @@ from task import KnockoutTask
 
 log = logging.getLogger("train")
 
-RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # bytes per unit of ru_maxrss
-MAX_SKIPS = 10  # even with optim.on_nonfinite=skip, this many non-finite steps in a row end the run
+RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # unit of ru_maxrss, in bytes
+# With optim.on_nonfinite=skip, the run fails after this number of non-finite steps in a row.
+MAX_SKIPS = 10
 
 
 class StepParts(NamedTuple):
-    """The components of a training step. With CUDA graphs, all of them are replaced."""
+    """The components of a training step. With CUDA graphs, `capture` replaces all of them."""
 
-    model: nn.Module  # the model that a step calls; wrapped by DDP if there are several ranks
-    dataset: Dataset  # the dataset that batches are taken from
-    update: Callable[[TrainState, float], Tensor]  # makes the optimiser's step from the gradients
-    note: str = ""  # appended to the model's line in the log
+    model: nn.Module  # the model that a step calls; wrapped in DDP if torchrun launched the process
+    dataset: Dataset  # the dataset of the training batches
+    # A function with the interface of `update_parameters`, which clips and applies the gradients.
+    update: Callable[[TrainState, float], Tensor]
+    note: str = ""  # a text that is appended to the log line about the model
 
 
 def train(config: Config, ddp: Distributed) -> None:
-    """Trains a run from its start, or resumes it from its last checkpoint.
+    """Trains a run from its start, or resumes it from its newest checkpoint.
 
-    Raises `UserError` for wrong input, and `RunError` after training has started, on every rank.
+    All ranks must call this function. It raises `UserError` on every rank if the options or the
+    tables are wrong, and `RunError` on every rank if training fails after it has started.
     """
     optim = config.optim
     if config.run.deterministic:
+        # cuBLAS is only deterministic if its workspace has a fixed size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Log torch's warnings, which name operators without a deterministic version.
         logging.captureWarnings(True)
         torch.use_deterministic_algorithms(True, warn_only=True)
     task = KnockoutTask.load(config, ddp)
-    torch.manual_seed(config.run.seed)
+    torch.manual_seed(config.run.seed)  # all ranks draw the same initial parameters
     model = task.build_model().to(ddp.device, optim.dtype)
     task.check_plan(model)
     optimizer = build_optimizer(model, optim, ddp)
+    # With fp16, GradScaler multiplies the loss by a large factor, so that small gradients do not
+    # become 0. With any other precision, it is disabled, and its methods have no effect.
     scaler = torch.amp.GradScaler(ddp.device.type, enabled=optim.precision == "fp16")
     state = TrainState(model, optimizer, scaler)
     changes = optional("run_changes")
     code = {} if changes is None else changes.code_of_steps()
     shared = {**config.shared_options(), "data (hash)": task.fingerprint}
+    # Ranks must not differ in their libraries, code, options or tables.
     ddp.check_equal({**library_versions(), **code, **shared})
 
-    # Like DistributedSampler, but its steps are the same for any number of ranks.
+    # `StepSampler` replaces DistributedSampler, whose batch size is per rank. Here, data.batch_size
+    # is the total over all ranks and micro-batches. A step therefore has the same rows for any
+    # number of ranks, and the learning rate need not be adapted.
     sampler = StepSampler(
         task.rows("train"),
         config.data.batch_size,
@@ -107,38 +121,44 @@ def train(config: Config, ddp: Distributed) -> None:
         from predict_tables import write_graph
 
         write_graph(folder, task.tables)
+    # From here, a signal or the file STOP stops training after the same step on all ranks.
     ddp.stop_on_request(folder.path / "STOP")
     step_parts = StepParts(model, task.dataset, update_parameters)
     if task.captures_steps:
         from model_graphs import capture
 
-        # No loader may run yet: torch.cuda.make_graphed_callables fails if another thread allocates
-        # memory during the capture.
+        # This must come before the DataLoader: torch.cuda.make_graphed_callables fails if another
+        # thread allocates memory during the capture.
         step_parts = capture(step_parts, state, task, sampler, ddp)
     train_loader = make_loader(step_parts.dataset, sampler, config.data.workers, ddp.device)
     if ddp.is_distributed:
+        # In the backward pass, DDP averages the gradients over all ranks, so every rank makes the
+        # same step. Only training steps use this wrapper. Validation and checkpoints use
+        # `state.model`, which has the same parameters.
         ddp_model = DistributedDataParallel(
             ddp.prepare_for_ddp(step_parts.model), device_ids=ddp.device_ids, **config.ddp.options
         )
         order_buckets(ddp_model, task, ddp)
         step_parts = step_parts._replace(model=ddp_model)
     log_plan(task, model, step_parts, sampler, ddp)
-    folder.write_status("running")  # the status includes all warnings so far
+    folder.write_status("running")  # adds the warnings of `log_plan` to status.json
     try:
         if state.best is None:
-            # The starting point is also a candidate for the best model.
+            # Validate the starting point, because it is also a candidate for the best model.
             validate(task, state, folder, ddp, ends_epoch=False)
         folder.started_at = time.perf_counter()
         with folder.profile():
             while not state.is_trained(optim, sampler.steps_per_epoch):
+                # A run that resumes in the middle of an epoch skips the steps that it has made.
                 first_step = state.step - state.epoch * sampler.steps_per_epoch
                 sampler.set_epoch(state.epoch, first_step=first_step)
                 train_epoch(task, state, step_parts, folder, train_loader, ddp)
                 validate(task, state, folder, ddp, ends_epoch=True)
         option = "epochs" if state.epoch >= optim.epochs else "patience"
-        log.info(f"trained   {state.epoch} epochs: increase optim.{option} to train further")
+        epochs = counted(state.epoch, "epoch")
+        log.info(f"trained   {epochs}: increase optim.{option} to train further")
         test(task, state, folder, ddp)
-    except StopTraining as stop:  # raised after the same step on every rank
+    except StopTraining as stop:  # every rank raises it after the same step
         folder.stop(state, stop.reason)
 
 
@@ -150,9 +170,10 @@ def train_epoch(
     loader: DataLoader,
     ddp: Distributed,
 ) -> None:
-    """Trains one epoch, or what is left of it after a resume.
+    """Trains one epoch. If the run was resumed in the middle of an epoch, trains the rest of it.
 
-    Raises `StopTraining` or `RunError` on every rank.
+    Raises `StopTraining` on every rank if a stop was requested, and `RunError` on every rank if
+    training fails.
     """
     config = task.config
     optim = config.optim
@@ -175,6 +196,7 @@ def train_epoch(
         ddp.step_done(state.step)
 
         is_last = step_in_epoch == sampler.steps_per_epoch - 1
+        # In most steps, this returns "" without any communication between the ranks.
         reason = ddp.stop_reason(at_once=False)
         save_now = state.step % config.checkpoint.every_steps == 0 and not is_last
         log_now = state.step % config.log.every_steps == 0
@@ -184,7 +206,7 @@ def train_epoch(
             folder.loss_and_speed = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
             bar.set_postfix_str(folder.progress(state.step), refresh=False)
         if reason or save_now:
-            folder.save(state)  # all ranks call this, and rank 0 writes
+            folder.save(state)  # a collective: all ranks call it, and rank 0 writes the file
         if reason:
             raise StopTraining(reason)
 
@@ -198,23 +220,28 @@ def train_step(
     meter: "Meter",
     ddp: Distributed,
 ) -> Tensor:
-    """Makes one optimiser step; returns the result of `update_parameters`, [2].
+    """Makes one optimiser step; returns its gradient norm and loss scale, [2].
 
-    `num_rows` is the number of rows in the step over all ranks and micro-batches. `batches` yields
-    this rank's micro-batches, and `meter` receives their losses.
+    Args:
+        batches: yields this rank's micro-batches.
+        num_rows: the number of rows in the step, over all ranks and micro-batches.
+        meter: receives the loss of each micro-batch.
     """
     optim = task.config.optim
     ddp_model = step_parts.model
     seed = seed_step(task.config.run.seed, state.step, ddp)
-    # The loss of a step is the mean over its rows and scores. DDP averages gradients over ranks;
-    # the factor world_size turns that into a sum.
+    # `task.loss` returns sums over the rows of a micro-batch. The loss of a step is the mean over
+    # all of its rows and scores, so the sums are divided by the numbers of rows and scores. DDP
+    # averages gradients over ranks; the factor world_size turns this average into a sum.
     loss_factor = ddp.world_size / (num_rows * task.num_targets)
     for micro_step in range(optim.accumulate):
         with ddp.phase("data"):
             batch = next(batches).to(ddp.device, non_blocking=True)
             batch.seed = seed
         is_last = micro_step == optim.accumulate - 1
-        # Gradients are only all-reduced after the last micro-batch of a step.
+        # Without no_sync, DDP would all-reduce the gradients in every backward pass. This is only
+        # needed for the last micro-batch. For the earlier ones, each rank accumulates its own
+        # gradients. The forward pass must also be in the block: DDP prepares the all-reduce there.
         with nullcontext() if is_last or not ddp.is_distributed else ddp_model.no_sync():
             with ddp.phase("forward"), autocast(optim, ddp):
                 output = ddp_model(task.graph, batch)
@@ -230,12 +257,15 @@ def update_parameters(state: TrainState, clip: float) -> Tensor:
     """Clips the gradients to the norm `clip`, makes the optimiser's step and zeroes the gradients.
 
     Returns the gradient norm before clipping and the scale of the loss, [2]. With CUDA graphs, this
-    function is captured once, and only its tensor operations are replayed.
+    function is called once, and afterwards only its tensor operations are replayed.
     """
     parameters = list(state.model.parameters())
+    # The loss scale, which is 1 unless the precision is fp16. `get_scale` would wait for the GPU.
     scale = state.scaler.scale(torch.ones((), device=parameters[0].device))
-    state.scaler.unscale_(state.optimizer)  # does nothing unless the precision is fp16
+    # Divides the gradients by the scale, so that `clip` refers to the gradients of the loss itself.
+    state.scaler.unscale_(state.optimizer)
     grad_norm = clip_grad_norm_(parameters, clip)
+    # `scaler.step` is not used here, because it only checks the gradients if the precision is fp16.
     if may_step(state.optimizer, grad_norm):
         state.optimizer.step()
     state.scaler.update()
@@ -246,10 +276,11 @@ def update_parameters(state: TrainState, clip: float) -> Tensor:
 def validate(
     task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed, ends_epoch: bool
 ) -> None:
-    """Validates and saves the state, also as best.pt if it is the best so far.
+    """Validates the model and saves a checkpoint, also as best.pt if the model is the best so far.
 
-    `ends_epoch` says whether this completes an epoch. On a stop request, saves the state as not
-    validated and raises `StopTraining` on every rank.
+    `ends_epoch` is True if this validation completes an epoch. If a stop was requested, the state
+    before the validation is saved instead, and every rank raises `StopTraining`. A resumed run then
+    repeats the validation.
     """
     output = predict_rows(state.model, task, task.rows("val"), ddp)
     reason = ddp.stop_reason()
@@ -259,6 +290,7 @@ def validate(
     val = task.metrics("val", output)
     if ends_epoch:
         state.epoch += 1
+    # Rank 0 decides for all ranks.
     is_best = ddp.broadcast(state.best is None or quality(val) > quality(state.best))
     if is_best:
         state.best = {"step": state.step, **val}
@@ -271,7 +303,10 @@ def validate(
 
 
 def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distributed) -> None:
-    """Tests the best model and finishes the run; raises `StopTraining` on every rank."""
+    """Tests the best model and finishes the run.
+
+    If a stop was requested, every rank raises `StopTraining`. A resumed run then repeats the test.
+    """
     state.model.load_state_dict(state.best_model)
     output = predict_rows(state.model, task, task.rows("test"), ddp)
     reason = ddp.stop_reason()
@@ -279,16 +314,17 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distribu
         raise StopTraining(reason)
     result = task.metrics("test", output)
     folder.finish(state, result, task.result_lines(output))
-    log.info(f"test      {metrics_text(result, task.rivals)} ({result['n']:,} samples)")
+    log.info(f"test      {metrics_text(result, task.rivals)} ({counted(result['n'], 'sample')})")
     if is_here("analyse"):
         command = f"python analyse.py {shlex.quote(str(folder.path))}"
         log.info(f"test      for confidence intervals and groups of rows, run {command}")
 
 
 class Meter:
-    """Accumulates losses, times and non-finite steps between two rows of metrics.
+    """Accumulates losses, times and non-finite steps between two train rows of metrics.jsonl.
 
-    Only `read` waits for the device.
+    Only `read` waits for the device. If each step read its loss, the host could not launch kernels
+    in advance, and a GPU would be idle between steps.
     """
 
     def __init__(self, task: KnockoutTask, ddp: Distributed):
@@ -298,25 +334,26 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
+        """Sets all sums to 0, for the next row."""
         self.start = time.perf_counter()
-        # Sums per score, [T]: the losses of this rank, and the weights over all ranks.
+        # Sums for each score, [T]: the losses of this rank, and the weights over all ranks.
         self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.ddp.device)
         self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
         self.num_samples = 0
         # The loss of this rank in the current step, over all scores.
         self.loss_of_step = torch.zeros((), device=self.ddp.device)
-        self.steps = []  # gradient norm, loss scale and loss of each step
+        self.steps = []  # for each step, a tensor [3]: gradient norm, loss scale and loss
         self.ddp.seconds.clear()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Adds this rank's loss in a micro-batch, one value per score, [T]."""
+        """Adds this rank's loss of a micro-batch, one value for each score, [T]."""
         self.loss += loss.view_as(self.loss)
         self.loss_of_step += loss.sum()
 
     def count(self, num_samples: int, weight: Tensor, norm_and_scale: Tensor) -> None:
-        """Adds a step: its number of samples and the weights of its scores [T], over all ranks.
+        """Ends a step, given its number of samples and the sum of each score's weights, [T].
 
-        `norm_and_scale` [2] is the result of `train_step`.
+        Both are totals over all ranks. `norm_and_scale` [2] is the result of `train_step`.
         """
         self.num_samples += num_samples
         self.weight += weight
@@ -324,20 +361,20 @@ class Meter:
         self.loss_of_step.zero_()
 
     def read(self, state: TrainState) -> dict[str, Any]:
-        """Returns the metrics of the steps since the last call, as a row of metrics.jsonl.
+        """Returns the metrics of the steps since the last call, for a row of metrics.jsonl.
 
-        Raises `RunError` if too many steps were not finite.
+        A collective. Raises `RunError` on every rank if too many steps in a row were not finite.
         """
         num_steps = len(self.steps)
         norm, scale, loss_of_rank = torch.stack(self.steps).unbind(dim=1)
-        # The only wait for the device.
+        # `cpu` waits until the device has finished all steps.
         losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()
         elapsed = time.perf_counter() - self.start
         loss_of_scores, loss_of_steps = losses.split([self.num_targets, num_steps])
         self._count_skipped(norm.tolist(), scale.tolist(), loss_of_steps.tolist(), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.ddp.device.type == "cuda":
-            # Includes the memory that CUDA graphs keep for replays.
+            # `max_memory_allocated` would not include the memory that CUDA graphs need for replays.
             memory = torch.cuda.max_memory_reserved()
         mean_of_score = loss_of_scores / self.weight
         row = {
@@ -355,16 +392,18 @@ class Meter:
     def _count_skipped(
         self, norms: list[float], scales: list[float], losses: list[float], state: TrainState
     ) -> None:
-        """Counts the steps that were not finite; raises `RunError` if there are too many.
+        """Counts the non-finite steps in `state`; raises `RunError` if there are too many in a row.
 
-        The values are the same on all ranks, so all ranks raise.
+        The lists contain a value for each step since the last row. They are the same on all ranks,
+        so all ranks raise the error.
         """
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
         first = state.step - len(norms) + 1
         steps = zip(norms, scales, losses, strict=True)
         for step, (norm, scale, loss) in enumerate(steps, first):
-            # With fp16, GradScaler handles gradient overflows while its scale is above 1. A
-            # non-finite loss is not such an overflow.
+            # With fp16, a gradient overflows if the loss scale is too large. GradScaler then
+            # decreases the scale, so such a step is not counted. If the scale is 1, or the loss is
+            # not finite either, the scale is not the cause.
             is_overflow = scale > 1 and math.isfinite(loss)
             if math.isfinite(norm) or is_overflow:
                 state.skipped_in_row = 0
@@ -372,32 +411,35 @@ class Meter:
             state.skipped += 1
             state.skipped_in_row += 1
             if state.skipped_in_row >= limit:
-                advice = "lower optim.lr or optim.clip"
+                advice = "decrease optim.lr or optim.clip"
                 if is_here("tests/check"):
                     advice += (
                         ", or find bad rows with `python -m tests.check rows` and the same options"
                     )
+                count = counted(limit, "such step", "such steps in a row")
                 raise RunError(
-                    f"the gradient of step {step} is not finite, {limit} in a row "
-                    f"(optim.on_nonfinite): {advice}"
+                    f"the gradient of step {step} is not finite, and optim.on_nonfinite="
+                    f"{self.optim.on_nonfinite} ends the run after {count}: {advice}"
                 )
             log.warning(
-                f"skipped   step {step}, because its gradient is not finite; {state.skipped} steps "
-                "in total"
+                f"skipped   step {step}, because its gradient is not finite "
+                f"({counted(state.skipped, 'skipped step')} so far)"
             )
 
 
 def autocast(optim: OptimConfig, ddp: Distributed) -> torch.autocast:
-    """Returns the autocast context of a forward pass; disabled without mixed precision."""
+    """Returns torch's autocast for a forward pass; it only has an effect with bf16 and fp16."""
     dtype = optim.autocast_dtype
     return torch.autocast(ddp.device.type, dtype, enabled=dtype is not None)
 
 
 def seed_step(seed: int, step: int, ddp: Distributed) -> Tensor:
-    """Returns the seed of the model's random numbers in a step, a long scalar, equal on all ranks.
+    """Returns the seed of the model's random numbers in a step, a long scalar tensor.
 
-    Also seeds torch, differently on each rank, for layers such as nn.Dropout. Each step is seeded
-    from its number, so checkpoints need no generator state.
+    This seed is the same on all ranks: the model draws the same numbers for a node or a row on any
+    rank. The function also seeds torch's generators, differently on each rank, for layers such as
+    nn.Dropout. Both seeds depend only on run.seed, the number of the step and the rank. Checkpoints
+    therefore need no states of generators.
     """
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=7).digest()
     step_seed = int.from_bytes(digest, "big")
@@ -406,14 +448,16 @@ def seed_step(seed: int, step: int, ddp: Distributed) -> Tensor:
 
 
 def order_buckets(ddp_model: nn.Module, task: KnockoutTask, ddp: Distributed) -> None:
-    """Makes DDP order its buckets now, by a backward pass that changes nothing.
+    """Makes DDP order its buckets before the first step, with a backward pass that changes nothing.
 
-    DDP orders its buckets after the first backward pass of a process. With three or more ranks, the
-    order of summation over ranks depends on the position of a gradient in its bucket. Without this
-    pass, the first step of a resumed run would differ from the same step of an uninterrupted run.
+    DDP all-reduces gradients in buckets, and reorders the buckets after the first backward pass of
+    a process. With three or more ranks, the position of a gradient in its bucket determines the
+    order of summation over ranks, and therefore the rounding. Without this extra pass, the first
+    step of a resumed run would differ in rounding from the same step of an uninterrupted run.
     """
+    # The row number -1 stands for padding, whose loss has the weight 0.
     padding = task.dataset.__getitems__([-1, -1]).to(ddp.device)
-    ddp_model.eval()  # otherwise, BatchNorm's statistics would include the padding
+    ddp_model.eval()  # otherwise, the statistics of BatchNorm would include the padding
     with autocast(task.config.optim, ddp):
         output = ddp_model(task.graph, padding)
     task.loss(output, padding).sum().backward()
@@ -427,7 +471,7 @@ def log_plan(
     sampler: StepSampler,
     ddp: Distributed,
 ) -> None:
-    """Logs the data, warnings about them, the model and the batch size before training starts."""
+    """Logs the data, warnings about tables and options, the model and the batch size."""
     config = task.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"data      {task.summary()}")
@@ -435,34 +479,36 @@ def log_plan(
         log.warning(f"note      {note}")
     log.info(f"model     {num_parameters:,} parameters; {task.route}{step_parts.note}")
     log.info(
-        f"batch     {config.data.batch_size} samples over {ddp.world_size} ranks "
-        f"and {config.optim.accumulate} micro-batches, {sampler.steps_per_epoch} steps per epoch"
+        f"batch     {counted(config.data.batch_size, 'sample')} over "
+        f"{counted(ddp.world_size, 'rank')} and "
+        f"{counted(config.optim.accumulate, 'micro-batch', 'micro-batches')}, "
+        f"{counted(sampler.steps_per_epoch, 'step')} per epoch"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains as the command line says; returns the exit status.
+    """Trains with the options of a command line; returns the exit status.
 
-    `arguments` is the command line, by default that of this process.
+    `arguments` are the words of the command line after train.py, by default `sys.argv[1:]`.
     """
     return run_command(arguments, read_config, train)
 
 
 def read_config(arguments: Sequence[str] | None = None) -> Config:
-    """Returns the options of a command line, by default of this process; raises `UserError`."""
+    """Returns the options of a command line, by default `sys.argv[1:]`; raises `UserError`."""
     parser = Parser(__doc__, epilog=all_options_text())
     parser.add_argument(
         "--config",
         action="append",
         default=[],
         metavar="FILE",
-        help="a YAML file with options; later files override earlier ones",
+        help="read options from this YAML file, too; they override config.yaml and earlier files",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="an option, such as optim.lr=0.1; overrides all files",
+        help="set an option, such as optim.lr=0.1; this overrides all files",
     )
     parsed = parser.parse_intermixed_args(arguments)
     config = load_config(parsed.config, parsed.overrides)

@@ -5,22 +5,22 @@
 Each check except trace prints its findings and PASS or FAIL. The exit status is 0 for PASS, 1 for
 FAIL, and 2 if the check could not run.
 
-parity    trains a few steps of your configuration and model on 1, 2 and 4 processes, with and
-          without gradient accumulation, on the CPU in double precision: parameters and metrics must
-          agree
-faults    kills, stops, hangs and corrupts runs of your configuration and model on 2 CPU processes,
-          then restarts them: the result of each must be bitwise equal to that of an undisturbed run
+parity    trains your model for a few steps on 1, 2 and 4 processes, with and without gradient
+          accumulation, on the CPU in double precision. Parameters and metrics must agree.
+faults    causes faults in runs of your model, mostly on 2 CPU processes: kills, signals, hangs,
+          damaged checkpoints and more. It then restarts each run, whose result must be the same as
+          the result of an undisturbed run, bit for bit if the number of processes is the same.
           (--only TEXT: only faults whose name contains TEXT)
 devices   checks the device of every parameter, buffer, gradient, optimiser state, batch field and
-          output of a training step, on all GPUs of this machine, and lists the tensors on a wrong
-          device
-syncs     reports the file and line of every operation that makes the host wait for the device in
-          ten steps of your configuration
-rows      explains a non-finite step; use the same options as the run: prints the rows whose loss at
-          the newest checkpoint is not finite or, if there are none, the five training rows with the
-          largest losses
-trace     python -m tests.check trace RUN_FOLDER: prints how the time was spent in the steps that
-          log.profile_steps traced
+          output of a training step, on all GPUs of this machine. It lists the tensors that are on a
+          wrong device.
+syncs     lists the file and line of every operation in ten steps of your model that makes the host
+          wait for the GPU
+rows      finds the rows that cause a step that is not finite. Give it the same options as the run.
+          It prints the rows whose loss is not finite with the model of the newest checkpoint. If
+          there are none, it prints the five training rows with the largest losses.
+trace     shows how the steps that log.profile_steps traced spent their time:
+          python -m tests.check trace RUN_FOLDER
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tests.tools.faults import fault_worker, faults
 from tests.tools.parity import parity, parity_worker
 from train import read_config
 
-# The workers that checks launch on every rank, with their own arguments.
+# Functions that a check runs on every rank, in processes that it launches.
 WORKERS = {
     "parity-worker": parity_worker,
     "fault-worker": fault_worker,
@@ -53,7 +53,7 @@ CHECKS = {
     "rows": rows,
     "trace": trace,
 }
-# A folder of tests may add checks in a module `checks`, whose docstring describes them.
+# A folder of tests may add checks in a module `checks`, whose docstring describes these checks.
 FURTHER = [
     importlib.import_module(f"tests.{path.parent.name}.checks")
     for path in sorted(Path(__file__).parent.glob("*/checks.py"))
@@ -63,7 +63,7 @@ for module in FURTHER:
 
 
 def world_sizes(text: str) -> list[int]:
-    """Returns the numbers in a text such as `1,2,4`; raises `ValueError` if one is below 1."""
+    """Returns the numbers in a text such as `1,2,4`; raises `ValueError` if a number is below 1."""
     sizes = [int(size) for size in text.split(",")]
     if min(sizes) < 1:
         raise ValueError
@@ -71,13 +71,13 @@ def world_sizes(text: str) -> list[int]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Returns the options of a check; its `arguments` are passed to train.py."""
+    """Returns the options of a check. Its attribute `arguments` are the options of train.py."""
     texts = [module.__doc__ for module in FURTHER]
     parser = argparse.ArgumentParser(
         description="".join([__doc__, *texts]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=list(CHECKS))
+    parser.add_argument("name", choices=list(CHECKS), help="the check to run")
     parser.add_argument(
         "--world-sizes",
         type=world_sizes,
@@ -89,10 +89,13 @@ def parse_arguments() -> argparse.Namespace:
         "--only",
         default="",
         metavar="TEXT",
-        help="run only the cases of a check whose name contains TEXT",
+        help="run only the cases whose name contains TEXT",
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds per launch (default: 600)"
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="largest duration of a launch in seconds (default: 600)",
     )
     for module in FURTHER:
         module.add_options(parser)
@@ -103,13 +106,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def exit_on_sigterm(number: int, frame: object) -> None:
-    """Exits with an exception, so that everything is cleaned up."""
+    """Exits with an exception, so that folders and processes are cleaned up."""
     sys.exit(128 + number)
 
 
 def work(name: str, arguments: list[str]) -> None:
-    """Runs a check's worker on this rank."""
-    if name != "fault-worker":  # the fault worker prints the same as a complete run
+    """Runs the worker of a check on this rank."""
+    if name != "fault-worker":  # the fault worker prints the log of a complete run
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
     worker = WORKERS[name]
     worker(arguments[0], arguments[1:])

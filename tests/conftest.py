@@ -1,4 +1,4 @@
-"""Fixtures for all tests: they launch commands on the tables of config.yaml."""
+"""Fixtures for all tests: they run commands on the tables of config.yaml, without GPUs."""
 
 import importlib
 import os
@@ -13,13 +13,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest_plugins = ["tests.options"]
-for _path in (ROOT / "tests").glob("*/fixtures.py"):  # the fixtures of a folder, for all tests
+# A folder of tests may have a module `fixtures`, whose fixtures all tests can use.
+for _path in (ROOT / "tests").glob("*/fixtures.py"):
     pytest_plugins.append(f"tests.{_path.parent.name}.fixtures")
 
 
 @pytest.fixture(scope="session")
 def options(request: pytest.FixtureRequest) -> list[str]:
-    """The words of a command line for the file of --config, [] without that option."""
+    """The arguments that select the file after --config for a command, [] without that option."""
     file = request.config.option.config
     return ["--config", os.path.abspath(file)] if file else []
 
@@ -28,8 +29,8 @@ def options(request: pytest.FixtureRequest) -> list[str]:
 def run_here() -> Callable[..., None]:
     """run_here(command, *arguments) calls `main` of a command in this process, without GPUs.
 
-    This takes a tenth of the time of a new process, which has to import everything again. Fails if
-    the exit status is not 0.
+    A new process would have to import everything again, which takes ten times as long. The test
+    fails if the exit status is not 0.
     """
 
     def start(command: str, *arguments: str, cwd: Path = ROOT) -> None:
@@ -38,11 +39,13 @@ def run_here() -> Callable[..., None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(cwd)
             patch.setattr(torch.cuda, "is_available", lambda: False)
-            # As in `launch`, so that the results have the same bits.
+            # One thread, as in `launch`, so that the results have the same bits.
             patch.setenv("OMP_NUM_THREADS", "1")
             torch.set_num_threads(1)
             try:
-                assert main(arguments) == 0
+                assert main(arguments) == 0, (
+                    f"{command}.py failed. Its error message is in the captured stderr below."
+                )
             finally:
                 torch.set_num_threads(num_threads)
 
@@ -53,7 +56,8 @@ def run_here() -> Callable[..., None]:
 def launch() -> Callable[..., str]:
     """launch(nproc, script, *arguments) runs a script on `nproc` ranks, without GPUs.
 
-    Returns the output. Fails if the exit status is not `status`, or after `timeout` seconds.
+    Returns the output. The test fails if the exit status is not `status`, or if the script runs
+    for more than `timeout` seconds.
     """
 
     def start(
@@ -81,7 +85,10 @@ def launch() -> Callable[..., str]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks
                 process.wait(60)
-        assert process.returncode == status, output
+        assert process.returncode == status, (
+            f"{script} ended with exit status {process.returncode} instead of {status}. Its output "
+            f"shows the reason:\n{output}"
+        )
         return output
 
     return start

@@ -1,8 +1,9 @@
-"""Trains on a few rows of the configured tables, so that training takes only seconds.
+"""Trains on a few rows of the configured tables, which takes only seconds.
 
     python tests/few_rows.py [section.key=value ...]
 
-With the environment variable DIE_AT_STEP, the process kills itself in that training step.
+If the environment variable DIE_AT_STEP is set, the process kills itself in the training step with
+this number.
 """
 
 import dataclasses
@@ -22,14 +23,15 @@ import data
 import train
 from ddp_ends import end_process
 
-NUM_ROWS = {"train": 77, "val": 7, "test": 7}  # with 24 rows per step, the last step has 5
+# Largest number of rows of each split. With 24 rows per step, the last step of an epoch has 5 rows.
+NUM_ROWS = {"train": 77, "val": 7, "test": 7}
 
 
 def few_rows(tables: Any) -> Any:
-    """Returns tables with few rows in each split, with different numbers of knock-outs.
+    """Returns the tables with only a few rows in each split.
 
-    For each number of knock-outs, the rows with the most scores are chosen, because training needs
-    rows with scores.
+    The rows have different numbers of knock-outs. Among the rows with the same number, those with
+    the most scores are chosen, because training needs scores.
     """
     num_scores = (~tables.y.isnan()).sum(dim=1)
     num_knockouts = tables.perturbed_ptr.diff()
@@ -37,7 +39,7 @@ def few_rows(tables: Any) -> Any:
     for number, (name, size) in enumerate(NUM_ROWS.items()):
         rows = tables.rows(name)
         rows = rows[num_scores[rows].argsort(descending=True, stable=True)]
-        # Position among the rows with as many knock-outs.
+        # Position of each row among the rows with the same number of knock-outs.
         turn = torch.zeros(len(rows), dtype=torch.long)
         for count in num_knockouts[rows].unique():
             is_of_count = num_knockouts[rows] == count
@@ -48,7 +50,10 @@ def few_rows(tables: Any) -> Any:
 
 @contextmanager
 def load_few_rows() -> Iterator[None]:
-    """In the block, `data.load` returns few rows, if this copy still has that function."""
+    """Makes `data.load` return only a few rows inside the `with` block.
+
+    Does nothing if data.py of this copy does not have this function.
+    """
     load = getattr(data, "load", None)
     if load is not None:
         data.load = lambda config: few_rows(load(config))
@@ -60,7 +65,7 @@ def load_few_rows() -> Iterator[None]:
 
 
 def die_in_step(number: int) -> None:
-    """Makes this process kill itself in a training step, counted from 1."""
+    """Makes this process kill itself at the start of training step `number`, counted from 1."""
     train_step = train.train_step
     steps = []
 

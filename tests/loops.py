@@ -1,4 +1,7 @@
-"""A small graph with sets of knocked-out nodes, and its masks, computed with plain loops."""
+"""A small graph, samples on it, and their levels and masks, computed with plain loops.
+
+These loops are the reference for mask.py.
+"""
 
 import torch
 from torch import Tensor
@@ -9,15 +12,18 @@ from mask import SharedGraph
 from tests.sets import tables_of
 
 NUM_NODES = 9
-# Node 4 is never knocked out, node 5 only has a level, and node 2 is listed as intact.
+# {node: level} of five samples. Node 4 is never perturbed, node 5 is only at level 3, and node 2 is
+# listed although it is intact.
 LEVELS = [{0: 0.3, 3: 0.0}, {}, {5: 3.0}, {8: 0.0}, {2: 1.0, 0: 0.0, 7: 2.5, 1: 0.0}]
+# The dead nodes of these samples.
 DEAD = [[node for node, level in nodes.items() if level == 0] for nodes in LEVELS]
 
 
 def graph_of_9_nodes() -> HeteroData:
-    """Returns a graph of three relations.
+    """Returns a graph with three relations.
 
-    The first has self-loops and a duplicate edge, the second is empty, and the third is weighted.
+    The first relation has self-loops and a duplicate edge, the second has no edges, and the edges
+    of the third have weights.
     """
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
@@ -32,14 +38,19 @@ def graph_of_9_nodes() -> HeteroData:
 
 
 def make_batch(shared: SharedGraph, sets: list) -> Data:
-    """Returns the batch of all sets, which are lists of deleted nodes or {node: level}."""
+    """Returns one batch with a sample for each set: a list of deleted nodes, or {node: level}."""
     tables = tables_of(sets, torch.zeros(len(sets)))
     dataset = KnockoutDataset(tables, shared.degree, out_degree=shared.out_degree)
     return dataset.__getitems__(list(range(len(sets))))
 
 
 def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
-    """Returns which edges live in samples without these nodes, one edge at a time."""
+    """Returns whether each edge is alive in each sample, {edge type: bool [B * E_r]}.
+
+    Args:
+        graph: the graph.
+        sets: the dead nodes of each of B samples.
+    """
     masks = {}
     for relation in graph.edge_types:
         mask = []
@@ -51,5 +62,5 @@ def loop_masks(graph: HeteroData, sets: list[list[int]]) -> dict:
 
 
 def loop_levels(sets: list[dict[int, float]]) -> Tensor:
-    """Returns the level of each node in each sample, float32 [N, B], one level at a time."""
+    """Returns the level of each node in each sample, float32 [N, B], given {node: level}."""
     return torch.tensor([[nodes.get(node, 1.0) for nodes in sets] for node in range(NUM_NODES)])

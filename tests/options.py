@@ -1,4 +1,8 @@
-"""Options of pytest, in a plugin that `launch.sh` names, so that pytest knows them before paths."""
+"""Options that the tests add to pytest.
+
+They are in a plugin of their own, which `launch.sh` loads with `-p`. Pytest therefore knows these
+options before it reads the paths on the command line.
+"""
 
 import pytest
 
@@ -8,5 +12,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--config",
         metavar="FILE",
-        help="a YAML file: the tests use its model and tables (default: config.yaml)",
+        help="YAML file with the model and the tables that the tests use (default: config.yaml)",
     )

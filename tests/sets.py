@@ -1,4 +1,4 @@
-"""Small samples without files: tables of sets of deleted nodes, or of nodes at levels."""
+"""Builds small `Tables` without files, from sets of deleted nodes or from levels of nodes."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from data_tables import Tables, pack
 
 
 def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
-    """Returns the result of `data_tables.pack` for sets of {node: level}."""
+    """Returns the result of `data_tables.pack`, given {node: level} of each sample."""
     row = torch.repeat_interleave(torch.tensor([len(nodes) for nodes in sets], dtype=torch.long))
     node = torch.tensor([node for nodes in sets for node in nodes], dtype=torch.long)
     level = torch.tensor([level for nodes in sets for level in nodes.values()], dtype=torch.float64)
@@ -15,16 +15,19 @@ def pack_levels(sets: list[dict[int, float]]) -> dict[str, Tensor]:
 
 
 def pack_sets(sets: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` and `perturbed_ptr` of sets of deleted nodes.
+    """Returns the fields `perturbed` and `perturbed_ptr` of `Tables`.
 
-    A duplicate node in a set counts once.
+    `sets` are the deleted nodes of each sample. If a set repeats a node, the node counts once.
     """
     packed = pack_levels([dict.fromkeys(nodes, 0.0) for nodes in sets])
     return packed["perturbed"], packed["perturbed_ptr"]
 
 
 def tables_of(sets: list, y: Tensor) -> Tables:
-    """Returns samples of sets of deleted nodes, or of {node: level}, without a graph."""
+    """Returns tables without a graph, with one sample for each set.
+
+    A set is a list of deleted nodes, or {node: level}. `y` are the scores, [n] or [n, T].
+    """
     levels = [nodes if isinstance(nodes, dict) else dict.fromkeys(nodes, 0.0) for nodes in sets]
     return Tables(
         genes=[],

@@ -1,12 +1,14 @@
-"""What a replaced model.py or data.py must satisfy: `./launch.sh test -m contract`.
+"""Requirements for a replaced model.py or data.py: `./launch.sh test -m contract` checks them.
 
-The model and the tables are those of config.yaml, or of the file of the option --config.
+The tests use the model and the tables of config.yaml, or of the file after the option --config. A
+test that fails prints a usual cause; docs/runs.md has a table of further causes.
 """
 
 import copy
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,7 +63,10 @@ def model(task):
 
 
 def disturbed_model(task: KnockoutTask) -> nn.Module:
-    """Returns the model of training, plus noise, because terms at zero would hide errors."""
+    """Returns the model of the task, with noise added to its parameters.
+
+    Without the noise, terms whose parameters start at zero would hide errors.
+    """
     torch.manual_seed(0)
     model = task.build_model()
     with torch.no_grad():
@@ -71,7 +76,10 @@ def disturbed_model(task: KnockoutTask) -> nn.Module:
 
 
 def model_on_copies(task: KnockoutTask, model: nn.Module) -> nn.Module | None:
-    """Returns the same model on masked copies of the graph, None if there is no such route."""
+    """Returns the same model with message passing on masked copies of the graph.
+
+    Returns None if this copy, or the configured model, does not have this route.
+    """
     has_copies = is_here("mask_copies")
     if not has_copies or task.config.model.message_passing not in ("auto", "shared", "reach"):
         return None
@@ -84,7 +92,10 @@ def model_on_copies(task: KnockoutTask, model: nn.Module) -> nn.Module | None:
 
 @pytest.fixture
 def batch_of(graph, tables, sets):
-    """Builds batches of some of `sets`, with all other data of the rows in the tables."""
+    """batch_of(chosen_sets) builds the batch of some of `sets`.
+
+    Each set has the other data, such as added columns, of a row of the tables.
+    """
     perturbed, ptr = pack_sets(sets)
     y = torch.zeros(len(sets), *tables.y.shape[1:])
     samples = dataclasses.replace(
@@ -102,7 +113,7 @@ def batch_of(graph, tables, sets):
 
 @pytest.fixture
 def sets(tables):
-    """Sets of knocked-out nodes of each size in the first 200 rows, and an empty set."""
+    """Sets of knocked-out nodes: one of each size in the first 200 rows, others, an empty set."""
     bounds = tables.perturbed_ptr[:200].tolist()
     nodes = tables.perturbed.tolist()
     rows = [nodes[start:end] for start, end in itertools.pairwise(bounds)]
@@ -110,15 +121,33 @@ def sets(tables):
     return [*by_size.values(), *rows[:3], []]
 
 
-def test_every_row_is_in_one_split_and_every_node_in_the_graph(tables):
+def because(cause: str) -> Callable[[str], str]:
+    """Returns the `msg` of `assert_close` that adds a usual cause to torch's own message."""
+    return lambda message: f"{message}\n\n{cause}"
+
+
+def test_splits_do_not_overlap_and_perturbed_nodes_are_in_the_graph(tables):
     splits = [tables.rows(split) for split in ("train", "val", "test")]
-    assert sum(map(len, splits)) == len(torch.cat(splits).unique()) <= len(tables.y)
-    assert all(len(rows) for rows in splits)
-    assert not tables.y.isinf().any()  # missing scores are nan
-    assert tables.perturbed.min() >= 0 and tables.perturbed.max() < len(tables.genes)
+    assert sum(map(len, splits)) == len(torch.cat(splits).unique()) <= len(tables.y), (
+        "A row is in two splits, or a split lists a row twice or a row that does not exist. "
+        "Usually `Tables.rows` in data_tables.py was changed."
+    )
+    assert all(len(rows) for rows in splits), (
+        "One of the splits train, val and test has no row. Usually `load` in data.py does not set "
+        "`Tables.split`, or the tables have too few rows."
+    )
+    assert not tables.y.isinf().any(), (
+        "A score is infinite. A score that is missing must be nan. Usually the code that reads "
+        "scores, in data_tables.py or data.py, does not check them."
+    )
+    assert tables.perturbed.min() >= 0 and tables.perturbed.max() < len(tables.genes), (
+        "A row perturbs a node that is not in the graph. `Tables.perturbed` must contain "
+        "positions in `Tables.genes`. Usually the names of nodes were sorted or filtered after "
+        "the rows had been read."
+    )
 
 
-def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(task):
+def test_epoch_contains_each_training_row_once_on_any_number_of_ranks(task):
     rows = task.rows("train")[:100]
     for world_size in (1, 2, 3):
         seen = []
@@ -126,11 +155,15 @@ def test_an_epoch_yields_each_training_row_once_on_any_number_of_ranks(task):
             sampler = StepSampler(rows, 6 * world_size, 2, world_size, rank, seed=0)
             for batch in make_loader(task.dataset, sampler, workers=0, device=torch.device("cpu")):
                 seen += batch.index[batch.index >= 0].tolist()
-        assert sorted(seen) == rows.tolist()
+        assert sorted(seen) == rows.tolist(), (
+            f"On {world_size} ranks, an epoch skips or repeats training rows. Usually "
+            "`batch.index` is not the row number, with -1 for padding (`__getitems__` in data.py), "
+            "or `StepSampler` in data_loader.py was changed."
+        )
 
 
-def test_a_metric_is_larger_where_predictions_are_better(task):
-    """The true scores, with all their predictions, must be better than shuffled ones."""
+def test_metrics_are_larger_for_better_predictions(task):
+    """Predictions that equal the scores must not be worse than the same predictions, shuffled."""
     y = task.tables.y[~task.tables.y.isnan().any(dim=1)]
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     output = torch.zeros(len(y), *task.output_shape, dtype=torch.float64)
@@ -142,29 +175,62 @@ def test_a_metric_is_larger_where_predictions_are_better(task):
     for name, value in of_truth.items():
         difference = value - of_shuffled[name]
         assert not (difference < 0).any(), (
-            f"{name} of metrics.METRICS falls where predictions get better: return it negative, "
-            "as everywhere, the largest is the best"
+            f"The metric {name} is smaller for perfect predictions than for shuffled ones. Usually "
+            "it is an error: return its negative in metrics.py, so that larger values are better."
         )
 
 
-def test_outputs_are_finite_and_as_many_as_the_loss_takes(task, model, graph, batch_of, sets):
+def test_outputs_are_finite_and_have_the_shape_that_the_loss_needs(
+    task, model, graph, batch_of, sets
+):
     batch = batch_of(sets)
     output = model(graph, batch)
-    assert output.shape == (len(batch.y), task.num_outputs)
+    assert output.shape == (len(batch.y), task.num_outputs), (
+        "The model must return one row for each sample, and one column for each score and each "
+        "of `columns` of the loss (losses.py). Usually `build_model` in task.py passes a different "
+        "number of outputs to the model."
+    )
     predictions = task.predictions(task.by_score(output, batch)).values()
-    assert all(values.isfinite().all() for values in [output, *predictions])
+    assert all(values.isfinite().all() for values in [output, *predictions]), (
+        "An output or a prediction is nan or infinite. Usually the model divides by a number that "
+        "can be 0, such as the number of living neighbours, or `predictions` of the loss takes a "
+        "logarithm or a square root of a negative number."
+    )
 
 
-def test_a_batch_of_one_an_empty_batch_and_an_empty_knock_out_set_work(
+def test_model_accepts_one_sample_no_sample_and_a_sample_without_knock_outs(
     model, graph, batch_of, sets
 ):
-    assert len(model(graph, batch_of(sets[:1]))) == 1
-    assert len(model(graph, batch_of([]))) == 0
-    assert model(graph, batch_of([[]])).isfinite().all()
+    assert len(model(graph, batch_of(sets[:1]))) == 1, (
+        "A batch of one sample must give one row of outputs. Usually the model calls `squeeze` "
+        "without a dimension."
+    )
+    assert len(model(graph, batch_of([]))) == 0, (
+        "An empty batch must give no row of outputs. Usually the model counts the samples in "
+        "`batch.perturbed_batch`; use `len(batch.y)`."
+    )
+    assert model(graph, batch_of([[]])).isfinite().all(), (
+        "The outputs of a sample without knock-outs are not finite. Usually the model computes a "
+        "mean or a maximum over the perturbed nodes, and there are none."
+    )
 
 
-def test_training_predicts_what_every_other_route_does(task, graph, model, batch_of, sets):
-    """Training plans its batches, but the other tests in this file do not.
+# The usual causes if two routes of message passing differ.
+OF_PLAN = (
+    "Batches with a plan, which training uses, give different predictions from batches without. "
+    "Usually message passing in model.py was changed, and the plan does not include the change: "
+    "set model.message_passing=shared."
+)
+OF_COPIES = (
+    "The shared graph and masked copies of the graph (model.message_passing=expanded) give "
+    "different predictions. Usually a layer or a mask was changed for one of the two only."
+)
+
+
+def test_all_routes_of_message_passing_give_the_same_predictions(
+    task, graph, model, batch_of, sets
+):
+    """Batches have a plan, as in training, or no plan, as in the other tests of this file.
 
     The route `expanded`, if it exists, is the reference.
     """
@@ -173,44 +239,73 @@ def test_training_predicts_what_every_other_route_does(task, graph, model, batch
     expected = model(graph, batch_of(sets))
     dataset, _ = make_dataset(task.tables, graph, task.config)
     planned = model(graph, batch_of(sets, dataset.transform))
-    torch.testing.assert_close(planned, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(planned, expected, rtol=1e-9, atol=1e-9, msg=because(OF_PLAN))
     on_copies = model_on_copies(task, model)
     if on_copies is not None:
         prediction = on_copies(graph, batch_of(sets))
-        torch.testing.assert_close(prediction, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            prediction, expected, rtol=1e-9, atol=1e-9, msg=because(OF_COPIES)
+        )
 
 
-def test_a_prediction_does_not_depend_on_its_batch_or_on_the_order_of_its_nodes(
-    model, graph, batch_of, sets
-):
+def test_predictions_do_not_depend_on_the_batch_or_the_order_of_nodes(model, graph, batch_of, sets):
     graph = copy.deepcopy(graph).double()
     model = model.double()
     together = model(graph, batch_of(sets))
     backwards = model(graph, batch_of(sets[::-1]))
     alone = torch.cat([model(graph, batch_of([nodes])) for nodes in sets])
-    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(together, backwards.flip(0), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        together,
+        alone,
+        rtol=1e-9,
+        atol=1e-9,
+        msg=because(
+            "A prediction depends on the other samples of its batch. Usually the model contains "
+            "BatchNorm, or a sum or a mean over the samples."
+        ),
+    )
+    torch.testing.assert_close(
+        together,
+        backwards.flip(0),
+        rtol=1e-9,
+        atol=1e-9,
+        msg=because(
+            "A prediction depends on the position of its sample in the batch. Usually the model "
+            "does not use `batch.perturbed_batch` or `batch.perturbed_ptr` to find the nodes of a "
+            "sample."
+        ),
+    )
     batch = batch_of(sets[:1])
     batch.perturbed = batch.perturbed.flip(0)
-    torch.testing.assert_close(model(graph, batch), alone[:1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        model(graph, batch),
+        alone[:1],
+        rtol=1e-9,
+        atol=1e-9,
+        msg=because(
+            "A prediction depends on the order in which a row lists its nodes. Usually the model "
+            "concatenates the states of the perturbed nodes, or reads only one of them: sum them."
+        ),
+    )
 
 
 def samples_of(tables: Tables, sets: list[dict[int, float]]) -> Tables:
-    """Returns samples of {node: level} on the graph of the tables."""
+    """Returns samples on the graph of the tables, given {node: level} of each sample."""
     y = torch.zeros(len(sets), *tables.y.shape[1:])
     return dataclasses.replace(tables, **pack_levels(sets), y=y, weight=None)
 
 
 def batch_at_levels(task: KnockoutTask, sets: list[dict[int, float]]) -> Data:
-    """Returns the batch of some samples; raises `DataError` if the dataset rejects levels."""
+    """Returns the batch of samples, given {node: level} of each sample.
+
+    Raises `DataError` if the dataset rejects levels.
+    """
     samples = samples_of(task.tables, sets)
     return KnockoutDataset(samples, task.dataset.degree).__getitems__(range(len(sets)))
 
 
-def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
-    task, graph, model, sets
-):
-    """A dataset may also reject levels, as in a copy whose nodes die according to rules."""
+def test_level_1_means_intact_and_all_routes_agree_on_other_levels(task, graph, model, sets):
+    """A dataset may also reject levels, as in a copy with rules for the nodes that die."""
     graph = copy.deepcopy(graph).double()
     model = model.double()
     largest = max(sets, key=len)
@@ -222,28 +317,43 @@ def test_a_level_of_1_is_intact_and_others_are_heeded_alike_on_every_route(
     except DataError as error:
         pytest.skip(str(error))
     predictions = model(graph, batch)
-    # Each set is in the first row, because a batch may have further data of its rows.
+    # Each set is predicted in the first row, because a batch may contain further data of its rows.
     alone = []
     for nodes in sets:
         first = samples_of(task.tables, [nodes] * len(sets))
         alone.append(model(graph, KnockoutDataset(first, graph.degree).__getitems__([0])))
     alone = torch.cat(alone)
-    torch.testing.assert_close(alone[0], alone[1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        alone[0],
+        alone[1],
+        rtol=1e-9,
+        atol=1e-9,
+        msg=because(
+            "A sample with a node at level 1 must have the same prediction as an intact sample. "
+            "Usually the model reads `batch.perturbed`, but not `batch.level`."
+        ),
+    )
     different = torch.cdist(alone[1:5], alone[1:5]) > 1e-9
-    assert different.sum() == 4 * 3, alone
+    assert different.sum() == 4 * 3, (
+        "An intact sample and samples with a node at the levels 0, 0.3 and 3 must have four "
+        "different predictions. Usually the model treats every perturbed node as deleted: use "
+        f"`batch.level`, or `SharedGraph.levels` of mask.py. The predictions are {alone}."
+    )
     dataset, _ = make_dataset(task.tables, graph, task.config)
     dataset.tables = samples_of(task.tables, sets)
     planned = model(graph, dataset.__getitems__(range(len(sets))))
-    torch.testing.assert_close(planned, predictions, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(planned, predictions, rtol=1e-9, atol=1e-9, msg=because(OF_PLAN))
     on_copies = model_on_copies(task, model)
     if on_copies is not None:
-        torch.testing.assert_close(on_copies(graph, batch), predictions, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            on_copies(graph, batch), predictions, rtol=1e-9, atol=1e-9, msg=because(OF_COPIES)
+        )
 
 
 def test_every_parameter_gets_a_finite_gradient(task, model, graph, batch_of, sets):
-    """This must also hold for a batch that consists of padding only.
+    """This includes a batch without knock-outs, and a batch that consists of padding only.
 
-    In the last step, a rank without rows still takes part in the all-reduce.
+    In the last step of an epoch, a rank without rows still takes part in the all-reduce.
     """
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -255,15 +365,25 @@ def test_every_parameter_gets_a_finite_gradient(task, model, graph, batch_of, se
             has_gradient = parameter.grad is not None and parameter.grad.isfinite().all()
             if parameter.requires_grad and not has_gradient:
                 wrong.append(name)
-        assert not wrong, f"no finite gradient: {wrong}"
+        assert not wrong, (
+            f"These parameters have no gradient, or a gradient that is not finite: {wrong}. "
+            "Usually the loss does not depend on this part of the model (use it, or remove it), or "
+            "the model takes a square root or a norm of 0."
+        )
     batch.weight.zero_()
     model.zero_grad()
     task.loss(model(graph, batch), batch).sum().backward()
-    assert all((parameter.grad == 0).all() for parameter in trained)
+    assert all((parameter.grad == 0).all() for parameter in trained), (
+        "A batch of padding has a gradient that is not 0. Usually `KnockoutTask.loss` in task.py "
+        "does not multiply each loss by `batch.weight`, which is 0 for padding."
+    )
 
 
 def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
-    """Returns a task whose scores are named after nodes, with readout=nodes."""
+    """Returns a task whose scores are named after nodes, with model.readout=nodes.
+
+    Skips the test if this copy, or its model, does not have this readout.
+    """
     if not is_here("model_nodes"):
         pytest.skip("no readout of nodes")
     config = task.config
@@ -286,10 +406,11 @@ def with_targets_on_nodes(task: KnockoutTask) -> KnockoutTask:
 
 
 def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
-    """Returns a task of tables with the same shapes, but whose model starts from different values.
+    """Returns a task with tables of the same shapes, whose model starts from different values.
 
     The targets are in reverse order. The levels differ, unless the dataset rejects levels. The
-    scores, which the loss must accept, are sorted by the responses to them.
+    values of the scores stay the same, so that the loss accepts them, but they are assigned to the
+    rows in the order of random responses to the levels.
     """
     generator = torch.Generator().manual_seed(1)
     tables = task.tables
@@ -313,15 +434,18 @@ def task_elsewhere(task: KnockoutTask) -> KnockoutTask:
     except DataError:
         other = dataclasses.replace(tables, y=y, targets=targets)
         return KnockoutTask.from_tables(other, task.config)
-    assert not torch.allclose(elsewhere.basis, task.basis)
+    assert not torch.allclose(elsewhere.basis, task.basis), (
+        "Tables with different levels have the same `basis`, so this test cannot show that the "
+        "state dict contains it. Usually `basis_of` in data.py was changed."
+    )
     return elsewhere
 
 
 @pytest.mark.parametrize("readout", ["configured", "nodes"])
-def test_the_state_dict_holds_all_that_a_prediction_depends_on(
+def test_state_dict_contains_everything_that_predictions_depend_on(
     config, task, graph, sets, readout, tmp_path
 ):
-    """A model of other tables that has loaded the state dict makes bitwise equal predictions."""
+    """A model built from other tables makes bitwise equal predictions after loading it."""
     data = dataclasses.replace(config.data, cache_dir=str(tmp_path))
     task = dataclasses.replace(task, config=dataclasses.replace(config, data=data))
     if readout == "nodes":
@@ -335,30 +459,49 @@ def test_the_state_dict_holds_all_that_a_prediction_depends_on(
     except DataError:
         batch = batch_at_levels(task, [dict.fromkeys(nodes, 0.0) for nodes in sets])
     expected = model(graph, batch)
-    assert not torch.allclose(other(graph, batch), expected)
+    assert not torch.allclose(other(graph, batch), expected), (
+        "Before it loads the state dict, the model of other tables already makes the same "
+        "predictions, so this test shows nothing. Usually the outputs do not depend on the "
+        "parameters."
+    )
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     prediction = other(graph, batch)
-    assert torch.equal(prediction, expected)
+    assert torch.equal(prediction, expected), (
+        "A model that has loaded the state dict makes different predictions. Usually a tensor that "
+        "was computed from the tables is a plain attribute of the model: make it a buffer with "
+        "`register_buffer`."
+    )
 
 
-def test_the_seed_determines_the_weights_and_the_dropout(task, graph, batch_of, sets):
+def test_seed_determines_the_weights_and_the_dropout(task, graph, batch_of, sets):
     batch = batch_of(sets)
     results = []
     for _ in range(2):
         torch.manual_seed(5)
         model = task.build_model().train()
         results.append((model(graph, batch), *model.state_dict().values()))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (
+        "Two models with the same seed have different weights or outputs. Usually random numbers "
+        "come from Python's or NumPy's generator, or the model iterates over a set: use torch's "
+        "generator for weights, and `batch.seed` for dropout."
+    )
 
 
-def test_forward_stays_on_its_device_and_does_not_wait_for_it(model, graph, task):
-    """On the device `meta`, which has no values, mistakes raise an error.
+def test_forward_uses_one_device_and_does_not_wait_for_it(model, graph, task):
+    """The device `meta` has no values, so mistakes raise an error.
 
-    Mistakes are the use of a tensor that was created on the CPU, and reading a value.
+    Such mistakes are the use of a tensor that was created on the CPU, and reading a value.
     """
     batch = dataclasses.replace(task.dataset, transform=None).__getitems__(range(8))
     batch.seed = torch.zeros((), dtype=torch.long)
     with CountSynchronisations() as count:
         model(graph, batch)
-    assert count.seen == []
-    assert model.to("meta")(copy.deepcopy(graph).to("meta"), batch.to("meta")).device.type == "meta"
+    assert count.seen == [], (
+        "These operators make the host wait for a GPU. Usually the model calls `item`, `tolist` or "
+        "`int`, has an `if` that depends on a tensor, or selects with a boolean mask."
+    )
+    output = model.to("meta")(copy.deepcopy(graph).to("meta"), batch.to("meta"))
+    assert output.device.type == "meta", (
+        "The outputs are not on the device of the model. Usually `forward` creates a tensor "
+        "without `device=`."
+    )

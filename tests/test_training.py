@@ -1,4 +1,7 @@
-"""One run on few rows of the configured tables: its files, two ranks, and resuming after a kill."""
+"""Short runs on few rows of the configured tables: their files, two ranks, resuming after a kill.
+
+If a test fails, see the table of causes in docs/runs.md.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,15 +13,16 @@ from torch import Tensor
 
 from tests.few_rows import load_few_rows
 
-TOLERANCE = 1e-9  # difference of a tensor over the norm of the model, in float64
-TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
+# Largest norm of the difference of a tensor, divided by the norm of the model, in float64.
+TOLERANCE = 1e-9
+TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")  # values that differ between runs
 
 
 @pytest.fixture(scope="module")
 def train(run_here, launch, options, tmp_path_factory) -> Callable[..., Path]:
-    """train(name) trains or resumes a short run, and returns its folder.
+    """train(name) trains or resumes a short run in this process, and returns its folder.
 
-    train(name, nproc, ...) does so in new processes, with `launch`.
+    train(name, nproc, ...) does the same in `nproc` new processes, with `launch`.
     """
     folder = tmp_path_factory.mktemp("runs")
     overrides = [f"run.dir={folder}", "run.init=", "run.resume=auto", "data.batch_size=24"]
@@ -50,7 +54,7 @@ def parameters(run: Path) -> dict[str, Tensor]:
 
 
 def rows_of_log(run: Path) -> list[dict]:
-    """Returns the rows of metrics.jsonl for training, validation and test, without times."""
+    """Returns the rows of metrics.jsonl for training, validation and test, without `TIMES`."""
     rows = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -61,12 +65,26 @@ def rows_of_log(run: Path) -> list[dict]:
 
 def test_a_run_ends_with_a_test_of_its_best_model(one_rank):
     kinds = [row["kind"] for row in rows_of_log(one_rank)]
-    assert kinds.count("val") == 3  # at the start, and after each epoch
-    assert kinds.count("train") > 2 and kinds[-1] == "test"
-    assert json.loads((one_rank / "status.json").read_text())["state"] == "finished"
+    assert kinds.count("val") == 3, (
+        "A run of two epochs must validate at its start and after each epoch. Usually "
+        "`optim.patience` ends the run earlier, or the loop in train.py was changed."
+    )
+    assert kinds.count("train") > 2 and kinds[-1] == "test", (
+        "metrics.jsonl must have one row for each step, and end with the test. Usually the code "
+        "that writes rows, in train.py, was changed."
+    )
+    assert json.loads((one_rank / "status.json").read_text())["state"] == "finished", (
+        "The run has not finished. The reason is in status.json, and in the log of the run."
+    )
     _header, *lines = (one_rank / "test.tsv").read_text().splitlines()
-    assert len(lines) == rows_of_log(one_rank)[-1]["rows"]
-    assert (one_rank / "checkpoints/best.pt").exists()
+    assert len(lines) == rows_of_log(one_rank)[-1]["rows"], (
+        "test.tsv must have one line for each test row. Usually `result_lines` in task.py was "
+        "changed, or a cell contains a line break."
+    )
+    assert (one_rank / "checkpoints/best.pt").exists(), (
+        "There is no best.pt. Usually `validate` in train.py does not save, or `RunFolder.save` in "
+        "run_folder.py was changed."
+    )
 
 
 def test_two_ranks_train_the_same_model_as_one(train, one_rank):
@@ -80,16 +98,33 @@ def test_two_ranks_train_the_same_model_as_one(train, one_rank):
             squares.append(value.square().sum())
     norm = torch.stack(squares).sum().sqrt()
     worst = max(differences, key=differences.get)
-    assert differences[worst] <= TOLERANCE * norm, worst
+    assert differences[worst] <= TOLERANCE * norm, (
+        "Two ranks train a different model from one rank. The tensor with the largest difference "
+        f"is {worst}. Usually the loss is a mean per rank, or the model contains BatchNorm or "
+        "`nn.Dropout`: use a sum weighted by `batch.weight`, and `batch.seed` for dropout."
+    )
 
 
-def test_a_killed_run_resumes_to_the_same_bits(train, one_rank):
+def test_a_run_that_was_killed_and_resumed_has_the_same_bits(train, one_rank):
     killed = train("killed", nproc=1, status=-9, DIE_AT_STEP="6")
-    assert len(rows_of_log(killed)) < len(rows_of_log(one_rank))
+    assert len(rows_of_log(killed)) < len(rows_of_log(one_rank)), (
+        "The run was not killed before its end, so this test shows nothing. Usually `train_step` "
+        "in train.py is not called once for each step."
+    )
     train("killed")
-    assert rows_of_log(killed) == rows_of_log(one_rank)
+    assert rows_of_log(killed) == rows_of_log(one_rank), (
+        "After a kill, the resumed run writes different numbers in metrics.jsonl. Usually the code "
+        "keeps a state that no checkpoint contains, such as a counter, a moving average or a "
+        "random generator: add it to `TrainState` in run_checkpoint.py."
+    )
     expected = parameters(one_rank)
     found = parameters(killed)
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), (
+        "The resumed run has different parameters. Usually the model is built differently after "
+        "its first step."
+    )
     different = [name for name in expected if not found[name].equal(expected[name])]
-    assert not different
+    assert not different, (
+        f"After a kill, the resumed run ends with different bits in {different}. Usually the code "
+        "keeps a state that no checkpoint contains: add it to `TrainState` in run_checkpoint.py."
+    )

@@ -1,12 +1,15 @@
 """Benchmarks: `python -m tests.bench.NAME [--json FILE]` prints Markdown tables.
 
-masks: the mask kernel. step: a training step against masked copies of the graph. routes: only the
-states that change against all. host: the kernels of a step. tables: tables of millions of rows.
-quality: predictions against what can be known without the model, whose baselines are in `baselines`
-and `profiles`. coverage: how often intervals hold what is true. Programs that
-were run once are in the history of the repository, at the commits that README.md names.
-Contestants within one process are timed in turn, so that a slowdown of the machine affects all of
-them; quote the ratios.
+- masks: ways to compute masks of edges.
+- step: a training step on the shared graph, compared with masked copies of the graph.
+- routes: computing only the states that change, compared with computing all states.
+- host: the number of kernels of a step.
+- tables: reading tables with millions of rows.
+- quality: predictions of the model, compared with rivals in `baselines` and `profiles`.
+- coverage: how often confidence intervals contain the true value.
+
+README.md has their results. Methods that are compared within one process are called in turn, so
+that a slowdown of the machine affects all of them. Therefore, quote ratios, not times.
 """
 
 import argparse
@@ -32,8 +35,12 @@ from tests.sets import tables_of
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
-    """Parses the options of all benchmarks and of this one, {name: arguments of add_argument}."""
-    # It is a program, too, which this package must not import before it runs.
+    """Parses the command line of a benchmark.
+
+    `description` is its help text. `options` are options that only this benchmark has: each name
+    has the arguments of `add_argument`.
+    """
+    # This package must not import the module `synthetic` earlier, because `python -m` may run it.
     from tests.bench.synthetic import PRESETS
 
     parser = argparse.ArgumentParser(
@@ -45,13 +52,13 @@ def arguments(description: str, **options: dict) -> argparse.Namespace:
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: %(default)s",
+        help="device to measure (default: %(default)s)",
     )
     parser.add_argument(
         "--preset",
         choices=PRESETS,
         default="yeast",
-        help="size of the graph (default: %(default)s)",
+        help="synthetic graph to use (default: %(default)s)",
     )
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
@@ -83,7 +90,10 @@ def count_cores() -> int:
 
 
 def report(tables: dict[str, list[dict]], device: torch.device, path: Path | None) -> None:
-    """Prints {title: rows} as Markdown tables; `path`, if given, gets them and the machine."""
+    """Prints {title: rows} as Markdown tables, and a description of the machine.
+
+    If `path` is given, it writes both to this file as JSON.
+    """
     print(f"\n{machine(device)}")
     for title, rows in tables.items():
         print(f"\n{title}\n\n{markdown(rows)}")
@@ -92,7 +102,7 @@ def report(tables: dict[str, list[dict]], device: torch.device, path: Path | Non
 
 
 def markdown(rows: list[dict]) -> str:
-    """Returns rows with the same columns as a table."""
+    """Returns rows as a Markdown table. All rows have the same columns."""
     columns = list(rows[0])
     cells = [columns]
     cells += [[format_cell(row[column]) for column in columns] for row in rows]
@@ -116,9 +126,13 @@ def in_turn(
     repeats: dict[str, int],
     warm: bool = False,
 ) -> dict:
-    """Returns the median ms per call of functions called in turn.
+    """Calls functions in turn, and returns the median time of each in ms.
 
-    Each has a warm-up call first unless they are `warm`.
+    Args:
+        functions: the functions by name.
+        device: the device on which they run.
+        repeats: the number of calls of each function.
+        warm: whether to omit a first call of each function that is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     if not warm:
@@ -145,7 +159,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_mb(function: Callable[[], object], device: torch.device) -> float:
-    """Returns the peak memory in MB that a call of `function` needs on top of what is in use."""
+    """Returns the peak memory in MB that a call of `function` adds to the memory in use."""
     gc.collect()
     synchronize(device)
     if device.type == "cuda":
@@ -154,7 +168,7 @@ def peak_mb(function: Callable[[], object], device: torch.device) -> float:
         function()
         synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    # glibc keeps freed memory, which would hide part of the peak.
+    # glibc keeps freed memory and would reuse it, which would hide a part of the peak.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     before = resident_kb("VmRSS")
@@ -176,7 +190,10 @@ def build_batch(
     num_targets: int = 1,
     seed: int = 0,
 ) -> Data:
-    """Returns a batch of random knock-outs, on the graph's device, planned as the model needs."""
+    """Returns a batch of random knock-outs on the graph's device.
+
+    If `model` is given, the batch has the plan that its message passing needs.
+    """
     generator = torch.Generator().manual_seed(seed)
     sets = []
     for _ in range(num_samples):

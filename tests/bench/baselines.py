@@ -1,10 +1,10 @@
-"""What can be known about a knock-out's effect without a trained model: predictors in closed form.
+"""Rivals of the model for one score: predictions in closed form, without a trained network.
 
 Each function in `BASELINES` maps a `Problem` to predictions of all its rows, float64 [n]. It is
-fitted on the training rows, and its settings are those with the least squared error on the
-validation rows.
+fitted on the training rows. Its settings are chosen by the squared error on the validation rows.
 
-Shapes: K nodes that are knocked out in some row, n rows, q ordered pairs of nodes of one row.
+Shapes: n rows, K nodes that are perturbed in at least one row, q ordered pairs of nodes of the same
+row, `total` perturbed nodes of all rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,35 +22,38 @@ from baseline import additive_baseline, fit_baseline, fit_targets
 from data_tables import Tables
 from mask import LINEAR, doses
 
-RANKS = (2, 8, 32)  # of the low-rank pairs
-PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0)  # of the low-rank pairs, in units of the residuals
+RANKS = (2, 8, 32)  # ranks of the low-rank pairs
+# Penalties of the low-rank pairs, in units of the residuals, and of the ridge on node features.
+PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0)
 TEMPERATURES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-WEIGHTS = [("cosine", temperature) for temperature in TEMPERATURES]  # of the graph neighbours
+# Settings of `KnockedOut.weight`, from which the rivals that use graph neighbours choose.
+WEIGHTS = [("cosine", temperature) for temperature in TEMPERATURES]
 WEIGHTS += [("hops", shrinkage) for shrinkage in SHRINKAGES]
 
 
 class KnockedOut:
-    """The K nodes that are knocked out, numbered from 0, and how alike they are in the graph."""
+    """The K perturbed nodes, called members, and their similarity in the graph."""
 
     def __init__(self, tables: Tables):
         self.tables = tables
         self.num_rows = len(tables.y)
-        # [K], and [total] as tables.perturbed
+        # The node of each member, [K], and the member of each entry of tables.perturbed, [total].
         self.nodes, self.member = tables.perturbed.unique(return_inverse=True)
-        self.row = tables.sample()  # [total]
-        self.train = tables.is_in("train")  # [n]
-        self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)  # [K], in a training row
+        self.row = tables.sample()  # row of each entry of tables.perturbed, [total]
+        self.train = tables.is_in("train")  # whether each row is a training row, [n]
+        # Whether each member is perturbed in a training row, [K].
+        self.seen = torch.zeros(len(self.nodes), dtype=torch.bool)
         self.seen[self.member[self.train[self.row]]] = True
 
     @cached_property
     def cosine(self) -> Tensor:
-        """The cosine of each two nodes' adjacency rows, float64 [K, K], 0 for nodes without edges.
+        """The cosine similarity of the adjacency rows of all pairs of members, float64 [K, K].
 
-        A row is that of all relations and both directions, joined end to end, with the edges'
-        weights.
+        The adjacency row of a node has the weights of its edges in all relations and both
+        directions. The cosine is 0 for nodes without edges.
         """
         size = len(self.nodes)
-        number = torch.full((len(self.tables.genes),), -1)  # of each node among the K
+        number = torch.full((len(self.tables.genes),), -1)  # member of each node, -1 for others
         number[self.nodes] = torch.arange(size)
         product = torch.zeros(size, size, dtype=torch.float64)
         edge_index = self.tables.edge_index
@@ -70,9 +73,9 @@ class KnockedOut:
 
     @cached_property
     def hops(self) -> Tensor:
-        """The sum over relations of A @ A + A, float64 [K, K].
+        """The sum over relations of A @ A + A for all pairs of members, float64 [K, K].
 
-        A is the normalised adjacency of the undirected graph.
+        A is the normalised adjacency matrix of a relation, as an undirected graph without loops.
         """
         num_nodes = len(self.tables.genes)
         matrix = torch.zeros(len(self.nodes), len(self.nodes), dtype=torch.float64)
@@ -90,17 +93,17 @@ class KnockedOut:
         return matrix
 
     def weight(self, kind: str, setting: float) -> Tensor:
-        """Returns with which weights nodes stand in for each other, float64 [K, K].
+        """Returns the weights with which members replace each other, float64 [K, K].
 
-        They are exp(cosine / temperature), or `hops` plus a constant, which shrinks a mean to that
-        of all seen nodes.
+        For the kind "cosine", they are exp(cosine / setting). For the kind "hops", they are `hops`
+        plus a constant, which shrinks a weighted mean towards the mean of all seen nodes.
         """
         if kind == "cosine":
             return (self.cosine / setting).exp()
         return self.hops + setting / self.seen.sum()
 
     def impute(self, values: Tensor, kind: str, setting: float) -> Tensor:
-        """Returns `values` [K, ...]; nodes in no training row get the others' weighted mean."""
+        """Returns `values` [K, ...], in which unseen nodes have the weighted mean of seen nodes."""
         weight = self.weight(kind, setting)[~self.seen] * self.seen
         weight = weight / weight.sum(1, keepdim=True)
         imputed = values.clone()
@@ -109,7 +112,10 @@ class KnockedOut:
 
 
 class Problem(KnockedOut):
-    """A split with one target as the baselines read it: pairs stand in both orders."""
+    """The data of a split with one target, in the form that the baselines need.
+
+    All pairs of nodes in the same row are listed in both orders.
+    """
 
     def __init__(self, tables: Tables):
         super().__init__(tables)
@@ -117,20 +123,20 @@ class Problem(KnockedOut):
         baseline = additive_baseline(tables)
         self.additive = baseline.prediction.squeeze(1)  # [n]
         self.residual = self.y - self.additive
-        # Of a deletion of each node, beyond what every node has, [K].
+        # Effect of deleting each member, in addition to the effect that all nodes share, [K].
         dose_of_deletion = doses(torch.zeros(1, dtype=torch.float64)) @ baseline.basis
         self.effect = baseline.effect[self.nodes, :, 0].double() @ dose_of_deletion[0]
         pairs = [torch.empty(3, 0, dtype=torch.long)]
         pair_doses = [torch.empty(0, dtype=torch.float64)]
         dose = 1 - tables.level
         self.dose = dose  # [total]
-        for k in range(1, int(tables.perturbed_ptr.diff().max())):  # k positions apart in a row
+        for k in range(1, int(tables.perturbed_ptr.diff().max())):  # pairs k positions apart
             triples = torch.stack([self.member[:-k], self.member[k:], self.row[:-k]])
             is_pair = self.row[:-k] == self.row[k:]
             pairs.append(triples[:, is_pair])
             pair_doses.append((dose[:-k] * dose[k:])[is_pair])
         swapped = [triples[[1, 0, 2]] for triples in pairs]
-        self.pairs = torch.cat(pairs + swapped, dim=1)  # [3, q]: i, j, row
+        self.pairs = torch.cat(pairs + swapped, dim=1)  # [3, q]: two members and their row
         self.pair_dose = torch.cat(pair_doses * 2)  # [q]: 1 for two deleted nodes
         self.train_pairs = self.pairs[:, self.train[self.pairs[2]]]
 
@@ -148,9 +154,9 @@ class Problem(KnockedOut):
         return min(predictions, key=error)
 
     def unseen_effects(self, *weights: Any) -> Tensor:
-        """Returns what effects imputed with these weights add to each row, [n].
+        """Returns the change of each row's prediction if effects of unseen nodes are imputed, [n].
 
-        They are those of nodes in no training row, from the other nodes' effects.
+        They are imputed from the effects of seen nodes, with `weight(*weights)`.
         """
         difference = self.impute(self.effect, *weights) - self.effect
         return self.add(self.row, difference[self.member])
@@ -161,23 +167,26 @@ def mean(problem: Problem) -> Tensor:
 
 
 def ridge(problem: Problem) -> Tensor:
-    """The additive ridge, in which a node in no training row has no effect."""
+    """The additive ridge, in which unseen nodes do not have an effect."""
     effect_of_unseen = problem.effect * ~problem.seen
     return problem.additive - problem.add(problem.row, effect_of_unseen[problem.member])
 
 
 def additive(problem: Problem) -> Tensor:
-    """The same, in which it has the effect that `baseline.impute_effects` gives it."""
+    """The additive ridge, in which unseen nodes have the effect from `baseline.impute_effects`."""
     return problem.additive
 
 
 def combination(problem: Problem) -> Tensor:
-    """What our model starts from: also the largest and smallest responses, if they tell more."""
+    """The baseline from which our model starts.
+
+    It also uses the largest and the smallest response of a row if this improves predictions.
+    """
     return fit_baseline(problem.tables).prediction.squeeze(1)
 
 
 def recurring_pairs(problem: Problem) -> Tensor:
-    """The additive ridge with an effect also for each pair that several training rows share."""
+    """The additive ridge with a further effect for each pair in at least two training rows."""
     tables = problem.tables
     once = problem.pairs[0] < problem.pairs[1]
     i, j, row = problem.pairs[:, once]
@@ -185,7 +194,7 @@ def recurring_pairs(problem: Problem) -> Tensor:
     train_pairs, count = pair[problem.train[row]].unique(return_counts=True)
     recurring = train_pairs[count > 1]
     is_recurring = torch.isin(pair, recurring)
-    # Pairs are numbered after the nodes.
+    # Each recurring pair is an additional node, whose index follows the indices of the nodes.
     number = len(tables.genes) + torch.searchsorted(recurring, pair[is_recurring])
     rows, order = torch.cat([problem.row, row[is_recurring]]).sort(stable=True)
     perturbed = torch.cat([tables.perturbed, number])[order]
@@ -199,9 +208,9 @@ def recurring_pairs(problem: Problem) -> Tensor:
 
 
 def low_rank(problem: Problem) -> Tensor:
-    """The additive ridge and, for each pair (i, j) of a row, u_i v_j + u_j v_i.
+    """The additive ridge, plus u_i v_j + u_j v_i for each pair (i, j) of a row.
 
-    Rank and penalty are chosen by validation.
+    The rank and the penalty are chosen by validation.
     """
     return problem.best(add_pairs(problem, u, v) for u, v in factorisations(problem))
 
@@ -212,12 +221,13 @@ def add_pairs(problem: Problem, u: Tensor, v: Tensor) -> Tensor:
 
 
 def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields factors u and v of the ridge's residuals, each [K, rank], for all ranks and penalties.
+    """Yields factors u and v, each [K, rank], that fit the residuals of the additive ridge.
 
-    Alternating least squares: with v fixed, u is a ridge regression. The equations of a row's nodes
-    are coupled, so it is solved for all nodes at once, by a few conjugate-gradient steps from the
-    last u (Takács, Pilászy and Tikk 2011, doi:10.1145/2043932.2043987). Factors of nodes in no
-    training row are zero.
+    It yields them for all ranks and penalties. They are computed by alternating least squares: if v
+    is fixed, u is the solution of a ridge regression. The equations of the nodes of a row are
+    coupled, so the regression is solved for all nodes at once. This takes a few conjugate-gradient
+    steps from the last u (Takács, Pilászy and Tikk 2011, doi:10.1145/2043932.2043987). Factors of
+    unseen nodes are 0.
     """
     i, j, row = problem.train_pairs
     spread = problem.residual[problem.train].std().clamp(min=1e-30)
@@ -258,19 +268,23 @@ def factorisations(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def neighbours(problem: Problem, weights: Iterable[tuple[str, float]] = WEIGHTS) -> Tensor:
-    """The additive ridge and interactions averaged over graph neighbours, weights by validation.
+    """The additive ridge, plus interactions of pairs that are averaged over similar nodes.
 
-    Node c stands in for node a with a weight w_ac of `KnockedOut.weight`. A node in no training row
-    gets the weighted mean of the others' effects. The interaction of a and b is the weighted mean
-    of those of the training pairs (c, b) and (a, d): if a is in no training row, of the profiles of
-    the nodes like a. If b is in none either, it is the mean over all training pairs (c, d), with
-    weights w_ac w_bd. The interaction of a training pair is the residual of its row, shared evenly
-    by the pairs of that row.
+    A weight w_ac of `KnockedOut.weight` describes how similar node c is to node a. The kind of the
+    weights is chosen by validation.
+
+    - An unseen node gets the weighted mean of the effects of seen nodes.
+    - The interaction of a training pair is the residual of its row, divided evenly among the pairs
+      of the row.
+    - The interaction of nodes a and b is the weighted mean of the interactions of the training
+      pairs (c, b) with weights w_ac, and (a, d) with weights w_bd. If a is unseen, only the pairs
+      (c, b) exist. If both are unseen, it is the mean over all training pairs (c, d) with weights
+      w_ac w_bd.
     """
     i, j, row = problem.pairs
     unseen = ~problem.seen
-    num_pairs = problem.add(row, torch.full(row.shape, 0.5).double())  # of each row
-    residual = (problem.residual / num_pairs)[problem.train_pairs[2]]  # of each training pair
+    num_pairs = problem.add(row, torch.full(row.shape, 0.5).double())  # pairs in each row
+    residual = (problem.residual / num_pairs)[problem.train_pairs[2]]  # for each training pair
     index = problem.train_pairs[:2]
     size = (len(problem.nodes), len(problem.nodes))
     total = torch.sparse_coo_tensor(index, residual, size, check_invariants=False)
@@ -278,13 +292,14 @@ def neighbours(problem: Problem, weights: Iterable[tuple[str, float]] = WEIGHTS)
 
     def predict(kind: str, setting: float) -> Tensor:
         weight = problem.weight(kind, setting)
-        sums = torch.sparse.mm(total, weight)  # [K, K], over (c, b) and a
+        sums = torch.sparse.mm(total, weight)  # [K, K], for each b and a, over all (c, b)
         weights = torch.sparse.mm(count, weight)
         interaction = (sums + sums.T) / (weights + weights.T)
         of_unseen = weight[unseen]
         far = (of_unseen @ sums[:, unseen]) / (of_unseen @ weights[:, unseen])
-        interaction[unseen.nonzero(), unseen.nonzero().T] = far  # where `sums` and `weights` are 0
-        # An interaction is 0 without any pair in training rows.
+        # For two unseen nodes, `sums` and `weights` are 0.
+        interaction[unseen.nonzero(), unseen.nonzero().T] = far
+        # Without any training pair, an interaction is nan: it counts as 0.
         pairs = problem.add(row, interaction[i, j].nan_to_num(0.0)) / 2
         return problem.additive + problem.unseen_effects(kind, setting) + pairs
 
@@ -292,9 +307,11 @@ def neighbours(problem: Problem, weights: Iterable[tuple[str, float]] = WEIGHTS)
 
 
 def features(problem: Problem) -> Tensor:
-    """The additive ridge, where nodes in no training row get the effects that a ridge regression of
-    the others' effects on their features predicts, with a penalty by validation; without features,
-    the additive ridge alone."""
+    """The additive ridge, in which the effects of unseen nodes are predicted from their features.
+
+    The predictor is a ridge regression of the effects of seen nodes on their features. Its penalty
+    is chosen by validation. If the table has no features, this is only the additive ridge.
+    """
     if not problem.tables.features.size(1):
         return problem.additive
     x = problem.tables.features[problem.nodes].double()
@@ -312,8 +329,10 @@ def features(problem: Problem) -> Tensor:
 
 
 def low_rank_neighbours(problem: Problem) -> Tensor:
-    """The low-rank pairs, where a node in no training row gets the effects and factors of the
-    others, averaged with the weights of `neighbours`; rank, penalty and weights by validation."""
+    """The low-rank pairs, in which unseen nodes get mean effects and factors of similar nodes.
+
+    The means have the weights of `neighbours`. Rank, penalty and weights are chosen by validation.
+    """
 
     def predict(u: Tensor, v: Tensor, kind: str, setting: float) -> Tensor:
         imputed_u = problem.impute(u, kind, setting)
@@ -321,36 +340,41 @@ def low_rank_neighbours(problem: Problem) -> Tensor:
         pairs = add_pairs(problem, imputed_u, imputed_v)
         return pairs + problem.unseen_effects(kind, setting)
 
-    weights = WEIGHTS[:1] if problem.seen.all() else WEIGHTS  # they matter for such nodes only
+    weights = WEIGHTS[:1] if problem.seen.all() else WEIGHTS  # only unseen nodes need them
     return problem.best(
         predict(u, v, *weight) for u, v in factorisations(problem) for weight in weights
     )
 
 
 def one_curve(problem: Problem) -> Tensor:
-    """The additive ridge, but that a node has one effect, which counts 1 - level times."""
+    """The additive ridge with one effect for each node, whose dose is 1 - level."""
     return linear_ridge(problem.tables)
 
 
 def linear_ridge(tables: Tables) -> Tensor:
+    """Returns the prediction of the additive ridge whose dose is 1 - level, [n]."""
     fit = fit_targets(tables, LINEAR.double(), "squared", is_combined=False)
     return fit.prediction.squeeze(1)
 
 
 def curve_of_each(problem: Problem) -> Tensor:
-    """The same, with a second effect of each node, which counts the square of 1 - level."""
+    """The ridge of `one_curve` with a second effect of each node, with dose (1 - level)^2."""
     dose = 1 - problem.tables.level
     return with_second_effect(problem.tables, dose.square())
 
 
 def logarithm_of_each(problem: Problem) -> Tensor:
-    """The same, but that the second effect counts the logarithm of the level, of 0.03 more."""
+    """The ridge of `one_curve` with a second effect of each node, with dose log(level + 0.03)."""
     return with_second_effect(problem.tables, (problem.tables.level + 0.03).log())
 
 
 def with_second_effect(tables: Tables, second_dose: Tensor) -> Tensor:
+    """Returns the prediction of a ridge with two effects for each node, [n].
+
+    The second effect is the effect of an additional node, which is perturbed with the node.
+    """
     level = torch.stack([tables.level, 1 - second_dose], dim=1).flatten()
-    second = tables.perturbed + len(tables.genes)  # the node that has the second effect
+    second = tables.perturbed + len(tables.genes)  # the additional node
     perturbed = torch.stack([tables.perturbed, second], dim=1).flatten()
     genes = [*tables.genes, *(f"{gene} again" for gene in tables.genes)]
     doubled = replace(tables, genes=genes, features=None, perturbed=perturbed, level=level)
@@ -359,7 +383,10 @@ def with_second_effect(tables: Tables, second_dose: Tensor) -> Tensor:
 
 
 def effect_of_each_level(problem: Problem) -> Tensor:
-    """The ridge of one effect per node and level, of those that no training row has 0."""
+    """A ridge with a separate effect for each node and level.
+
+    The effect is 0 for a node and level that do not occur in training rows.
+    """
     tables = problem.tables
     pairs = torch.stack([tables.perturbed.double(), tables.level], dim=1)
     _, number = pairs.unique(dim=0, return_inverse=True)
@@ -373,7 +400,7 @@ def effect_of_each_level(problem: Problem) -> Tensor:
     return ridge(Problem(apart))
 
 
-LEVELS: dict[str, Callable[[Problem], Tensor]] = {  # beside `BASELINES`, if nodes have levels
+LEVELS: dict[str, Callable[[Problem], Tensor]] = {  # additional rivals for tables with levels
     "ridge, 1 - level": one_curve,
     "ridge, 1 - level and its square": curve_of_each,
     "ridge, 1 - level and its logarithm": logarithm_of_each,

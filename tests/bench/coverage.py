@@ -1,14 +1,15 @@
-"""How often the 95 % intervals of analyse.py hold the true difference of Pearson's r.
+"""Measures how often the 95 % intervals of analyse.py contain the true difference of Pearson's r.
 
     python -m tests.bench.coverage [--tables 400]
 
-Test rows are simulated, and what a model and a baseline predict for them, so that the true
-difference of their correlations is known: it is that of a million such rows. Beside the intervals
-of clusters, as `Results.clusters` has them, stand those of rows that are drawn one by one.
+The benchmark simulates test rows, and the predictions of a model and a baseline for these rows. The
+true difference of their correlations is computed from a table of a million rows. The benchmark
+compares intervals from resampled clusters, as in `Results.clusters`, with intervals from resampled
+rows.
 
-A score is the sum of the effects of two nodes, what is special about the pair, and noise. Model and
-baseline know the effects of seen nodes, which are the same in all tables; the model knows more
-about unseen nodes and about pairs than the baseline does.
+A score is the sum of the effects of its two nodes, an effect of the pair, and noise. The model and
+the baseline both predict the effects of seen nodes exactly; these effects are the same in all
+tables. For unseen nodes and pairs, the model's predictions are better than the baseline's.
 
 Shapes: n rows, of two nodes each.
 """
@@ -25,26 +26,26 @@ from analyse_results import Results
 from metrics import pearson
 from tests.bench import arguments, report
 
-NUM_SEEN = 100  # nodes, numbered from 0; unseen ones come after them
-LARGE = 10**6  # rows of the table that tells the true difference
+NUM_SEEN = 100  # number of seen nodes, with the indices 0 to 99; unseen nodes have larger indices
+LARGE = 10**6  # number of rows of the large table, which gives the true difference
 RESAMPLES = 400
 
 
 # ---- The pairs of a table ------------------------------------------------------------------------
-# Each returns the nodes of some test rows, long [n, 2]. In the large table, unseen nodes and pairs
-# are as many as it needs for their mean to be known.
+# Each function returns the nodes of test rows, long [n, 2]. The large table has so many unseen
+# nodes and pairs that random errors of the true difference are small.
 def distinct_pairs(draw: torch.Generator, is_large: bool) -> Tensor:
     return seen_pairs(LARGE if is_large else 400, draw)
 
 
 def replicates(draw: torch.Generator, is_large: bool) -> Tensor:
-    """50 pairs, ten rows of each."""
+    """50 pairs of seen nodes, with ten rows of each pair."""
     pairs = seen_pairs(LARGE // 10 if is_large else 50, draw)
     return pairs.repeat_interleave(10, dim=0)
 
 
 def unseen_and_seen(draw: torch.Generator, is_large: bool) -> Tensor:
-    """20 to 40 unseen nodes, fifteen rows of each, with seen partners."""
+    """20 to 40 unseen nodes, each in 15 rows with seen partners."""
     num_unseen = LARGE // 15 if is_large else number_of_unseen(draw)
     unseen = NUM_SEEN + torch.arange(num_unseen).repeat_interleave(15)
     seen = torch.randint(NUM_SEEN, unseen.shape, generator=draw)
@@ -52,7 +53,7 @@ def unseen_and_seen(draw: torch.Generator, is_large: bool) -> Tensor:
 
 
 def unseen_pairs(draw: torch.Generator, is_large: bool) -> Tensor:
-    """20 to 40 unseen nodes, each in 14 rows on average, with other unseen ones."""
+    """20 to 40 unseen nodes, each in 14 rows on average, with unseen partners."""
     if is_large:
         return NUM_SEEN + torch.randint(LARGE, (LARGE, 2), generator=draw)
     num_unseen = number_of_unseen(draw)
@@ -62,7 +63,7 @@ def unseen_pairs(draw: torch.Generator, is_large: bool) -> Tensor:
 
 
 def a_fifth_unseen(draw: torch.Generator, is_large: bool) -> Tensor:
-    """20 to 40 unseen nodes, 18 rows for each, of which a ninth have another unseen one, too."""
+    """20 to 40 unseen nodes with 18 rows each. In a ninth of the rows, both nodes are unseen."""
     num_unseen = LARGE // 18 if is_large else number_of_unseen(draw)
     unseen = NUM_SEEN + torch.arange(num_unseen).repeat_interleave(18)
     seen = torch.randint(NUM_SEEN, unseen.shape, generator=draw)
@@ -74,15 +75,18 @@ def a_fifth_unseen(draw: torch.Generator, is_large: bool) -> Tensor:
 
 KINDS = {
     "pairs of seen nodes": distinct_pairs,
-    "the same, 50 pairs, ten rows of each": replicates,
-    "an unseen node and a seen one": unseen_and_seen,
+    "50 pairs of seen nodes, ten rows of each": replicates,
+    "an unseen node and a seen node": unseen_and_seen,
     "two unseen nodes": unseen_pairs,
-    "one unseen node or, in a ninth, two": a_fifth_unseen,
+    "one unseen node or, in a ninth of the rows, two": a_fifth_unseen,
 }
 
 
 def seen_pairs(num_pairs: int, draw: torch.Generator) -> Tensor:
-    """Returns different pairs of seen nodes or, of more than there are, any."""
+    """Returns random pairs of seen nodes.
+
+    The pairs are distinct, except if there are fewer distinct pairs than `num_pairs`.
+    """
     pairs = torch.combinations(torch.arange(NUM_SEEN))
     if num_pairs > len(pairs):
         return pairs[torch.randint(len(pairs), (num_pairs,), generator=draw)]
@@ -99,7 +103,7 @@ def simulate(
     draw: torch.Generator,
     is_large: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns pairs [n, 2] and their scores, predictions and baseline, each [n]."""
+    """Returns pairs of nodes [n, 2], and their scores, predictions and baseline, [n] each."""
 
     def normal(size: int) -> Tensor:
         return torch.randn(size, dtype=torch.float64, generator=draw)
@@ -111,7 +115,7 @@ def simulate(
     of_unseen = normal(num_unseen)
     of_model = 0.6 * of_unseen + 0.5 * normal(num_unseen)
     of_baseline = 0.2 * of_unseen + 0.3 * normal(num_unseen)
-    # Replicates stand one after the other.
+    # Rows of the same pair are adjacent.
     _, pair = pairs.unique_consecutive(dim=0, return_inverse=True)
     num_pairs = int(pair.max()) + 1
     special = 0.7 * normal(num_pairs)
@@ -123,14 +127,14 @@ def simulate(
 
 
 def gain(y: Tensor, prediction: Tensor, baseline: Tensor) -> float:
-    """Returns Pearson's r of predictions [n] less that of the baseline."""
+    """Returns Pearson's r of predictions [n], minus Pearson's r of the baseline's predictions."""
     of_model = pearson(y.unsqueeze(1), prediction.unsqueeze(1))
     of_baseline = pearson(y.unsqueeze(1), baseline.unsqueeze(1))
     return (of_model - of_baseline).item()
 
 
 def as_predictions(pairs: Tensor, y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
-    """Returns simulated rows as if they had been read from a test.tsv."""
+    """Returns simulated rows as `Results`, which are usually read from a test.tsv."""
     genes = []
     unseen_genes = []
     for nodes in pairs.tolist():
@@ -149,14 +153,17 @@ def as_predictions(pairs: Tensor, y: Tensor, prediction: Tensor, baseline: Tenso
 
 # ---- The benchmark -------------------------------------------------------------------------------
 def main() -> None:
-    # So that SIGTERM ends the benchmark, too.
+    # Without this, SIGTERM would not end the benchmark.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    options = arguments(__doc__, tables={"type": int, "default": 400, "help": "of each kind"})
+    options = arguments(
+        __doc__, tables={"type": int, "default": 400, "help": "number of each kind"}
+    )
     rows = []
     for name, make_pairs in KINDS.items():
         rows.append({"test rows": name, **measure(make_pairs, options.tables)})
     title = (
-        f"Of {options.tables:,} tables, intervals that hold the true difference, and their width"
+        f"Share of {options.tables:,} tables whose intervals contain the true difference, and "
+        "the mean width of the intervals"
     )
     report({title: rows}, torch.device("cpu"), options.json)
 
@@ -164,7 +171,10 @@ def main() -> None:
 def measure(
     make_pairs: Callable[[torch.Generator, bool], Tensor], num_tables: int
 ) -> dict[str, float]:
-    """Returns the true difference and, for rows or clusters drawn, coverage in % and mean width."""
+    """Returns the true difference, and the coverage of intervals in % and their mean width.
+
+    The last two are for intervals from resampled rows and from resampled clusters.
+    """
     draw = torch.Generator().manual_seed(0)
     _, *scores = simulate(make_pairs, draw, is_large=True)
     truth = gain(*scores)
@@ -187,7 +197,7 @@ def measure(
 
 
 def one_by_one(num_rows: int) -> Tensor:
-    """Returns the numbers of clusters of one row each, long [num_rows, 2]."""
+    """Returns a separate cluster for each row, in the form of `Results.clusters`, [num_rows, 2]."""
     return torch.stack([torch.arange(num_rows), torch.full((num_rows,), -1)], dim=1)
 
 

@@ -1,10 +1,11 @@
-"""What a training step asks of the host: how many kernels it launches, its time on a tiny graph.
+"""Measures the host's work in a training step: the number of kernels that the host launches.
 
     python -m tests.bench.host [--json FILE]
 
-The step is that of the yeast preset (9 relations, hidden 64, 3 layers, the route `shared`) on 16
-nodes and 4 samples, so that next to nothing is computed. Kernels are counted from the dispatched
-operators, less those that only change a view. A step cannot be faster than the host.
+The step has 9 relations, hidden 64, 3 layers and the route `shared`, as with the preset `yeast`.
+However, the graph has only 16 nodes and the batch 4 samples, so that the computation takes almost
+no time. The kernels are the dispatched operators, except for operators that only create a view. The
+time of this step is a lower limit for larger graphs.
 """
 
 import itertools
@@ -35,9 +36,9 @@ NUM_SAMPLES = 4
 
 
 class CountKernels(TorchDispatchMode):
-    """Counts operators that launch a kernel on a GPU.
+    """Counts the operators that launch a kernel on a GPU.
 
-    Use it as `with CountKernels() as count`, then `count.kernels`.
+    Use it as `with CountKernels() as count`; then `count.kernels` has the number for each operator.
     """
 
     FREE = ("detach", "empty", "new_empty", "empty_like", "_unsafe_view")
@@ -55,7 +56,7 @@ class CountKernels(TorchDispatchMode):
 
 
 def tiny_step(device: torch.device) -> Callable[[], None]:
-    """Returns a function that does one training step, as in train.py."""
+    """Returns a function that makes one training step, like train.py."""
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     graph["gene"].num_nodes = NUM_NODES
@@ -74,7 +75,7 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
     samples = tables_of([[]] * NUM_SAMPLES, torch.zeros(NUM_SAMPLES))
     task = task_of(shared, KnockoutDataset(samples, shared.degree), config)
     meter = Meter(task, ddp)
-    weight = samples.score_weight(torch.arange(NUM_SAMPLES)).sum(dim=0)  # of each score
+    weight = samples.score_weight(torch.arange(NUM_SAMPLES)).sum(dim=0)  # total for each score
     batches = itertools.repeat(batch)
     steps = StepParts(model, task.dataset, update_parameters)
 
@@ -86,9 +87,9 @@ def tiny_step(device: torch.device) -> Callable[[], None]:
 
 
 def count_kernels(step: Callable[[], None]) -> Counter:
-    """Returns how many kernels of each kind the third step launches.
+    """Returns how often the third step launches each kernel.
 
-    The first two create the optimiser's state.
+    The first two steps differ, because they create the optimiser's state.
     """
     step()
     step()

@@ -1,13 +1,16 @@
-"""The mask kernel against a loop and padded tables, on all relations.
-
-A batch has 32 samples with 3 deletions each, others in each call.
+"""Compares ways to compute which edges of each sample are alive.
 
     python -m tests.bench.masks [--json FILE]
 
-loop: one `.item()` per sample, knocked-out node and relation. padded: a table [N, largest degree]
-of incident edges per relation, vectorised over the batch. dead_edges and edge_masks:
-`mask.SharedGraph`. EdgeMasks: the same masks in memory of their own. All results are checked
-against those of edge_masks.
+A batch has 32 samples with 3 deletions each. The deleted nodes differ between calls. The ways are:
+
+- loop: a Python loop with one `.item()` for each sample, knocked-out node and relation.
+- padded: a table of incident edges [N, largest degree] for each relation, for all samples at once.
+- edge_masks: `mask.SharedGraph.edge_masks`, which allocates the masks in each call.
+- EdgeMasks: `mask.EdgeMasks`, which returns the same masks, but reuses its memory.
+- dead_edges: `mask.SharedGraph.dead_edges`, which returns the indices of dead edges.
+
+All results are checked against the results of edge_masks.
 """
 
 import time
@@ -28,7 +31,7 @@ NUM_BATCHES = 7
 
 
 def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:
-    """Returns the ids of each node's edges."""
+    """Returns the indices of the edges from or to each node."""
     source, target = edge_index
     once = source != target
     ids = torch.arange(edge_index.size(1), device=edge_index.device)
@@ -39,7 +42,7 @@ def incident_edges(edge_index: Tensor, num_nodes: int) -> list[Tensor]:
 
 
 class Loop:
-    """Processes one knocked-out node of one sample in one relation at a time."""
+    """Computes masks in a loop over relations, samples and knocked-out nodes."""
 
     def __init__(self, graph: HeteroData):
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
@@ -65,7 +68,7 @@ class Loop:
 
 
 class Padded:
-    """Looks up incident edges in tables that are padded with -1 to the largest degree."""
+    """Computes masks from tables of incident edges, padded with -1 to the largest degree."""
 
     def __init__(self, graph: HeteroData):
         self.num_edges = {relation: graph[relation].num_edges for relation in graph.edge_types}
@@ -91,7 +94,10 @@ class Padded:
 
 
 def on_each(function: Callable[[Data], object], batches: list[Data]) -> Callable[[], object]:
-    """Returns a function that calls another on one batch after another, over and over."""
+    """Returns a function without arguments. Each of its calls applies `function` to the next batch.
+
+    After the last batch, it starts again with the first.
+    """
     endless = cycle(batches)
     return lambda: function(next(endless))
 

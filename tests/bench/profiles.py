@@ -1,11 +1,11 @@
-"""What can be known about a knock-out's profile, a score per node, without a trained model.
+"""Rivals of the model for profiles, which are one score per node, without a trained network.
 
-Each function in `RIVALS` maps a `Profiles` to predictions of all its rows, float64 [n, T]. It is
-fitted on the training rows, and its settings are those with the least squared error on the
-validation rows. Missing scores are left out.
+Each function in `RIVALS` maps `Profiles` to predictions of all rows, float64 [n, T]. It is fitted
+on the training rows. Its settings are chosen by the squared error on the validation rows. Missing
+scores are left out.
 
-Shapes: N nodes, of which K are knocked out in some row; n rows of T scores; R relations; F features
-of a score.
+Shapes: N nodes, K nodes that are knocked out in at least one row, n rows of T scores, R relations,
+F features of a score.
 """
 
 import itertools
@@ -21,15 +21,15 @@ from data_tables import Tables
 from model_nodes import target_nodes
 from tests.bench.baselines import WEIGHTS, KnockedOut
 
-# Of the nodes' effects: at 1, a node of a single row gets half of its score.
+# Penalties of the nodes' effects. With 1, a node in a single row gets half of the row's deviation.
 PENALTIES = (0.3, 1.0, 3.0, 10.0)
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Of the degrees of its source and target, by which an edge of a path is divided.
+# An edge of a path is divided by the degrees of its source and target, to the power of these.
 EXPONENTS = ((0.0, 0.0), (0.5, 0.5), (0.0, 0.5), (0.0, 1.0))
-SHRINKAGES = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)  # of the targets' scales towards 1
-PATH_PENALTIES = (1e-6, 1e-3, 1e-1)  # of the paths' weights, in units of their features' squares
-TOLERANCE = 1e-5  # of the nodes' effects, relative to what is to be solved
-BLOCK = 64  # rows whose paths are counted at once
+SHRINKAGES = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)  # penalties that pull scales towards 1
+PATH_PENALTIES = (1e-6, 1e-3, 1e-1)  # penalties of path weights, in units of the squared features
+TOLERANCE = 1e-5  # relative tolerance of the nodes' effects
+BLOCK = 64  # number of rows whose paths are counted at once
 
 
 def are_profiles(tables: Tables) -> bool:
@@ -38,22 +38,22 @@ def are_profiles(tables: Tables) -> bool:
 
 
 class Profiles(KnockedOut):
-    """A split whose scores are profiles, as the rivals read it."""
+    """The data of a split whose scores are profiles, in the form that the rivals need."""
 
     def __init__(self, tables: Tables):
         super().__init__(tables)
         self.y = tables.y
-        self.mean = self.y[self.train].nanmean(0).nan_to_num()  # [T]
-        self.effects: dict[float, Tensor] = {}  # by penalty
+        self.mean = self.y[self.train].nanmean(0).nan_to_num()  # mean profile, [T]
+        self.effects: dict[float, Tensor] = {}  # effects of the nodes for each penalty
 
     def sum_rows(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Returns the sums of the values [K, ...] of each row's nodes, [len(rows), ...]."""
+        """Returns the sums of `values` [K, ...] over the nodes of each row, [len(rows), ...]."""
         place, member = self.places(rows)
         sums = values.new_zeros(len(rows), *values.shape[1:])
         return sums.index_add_(0, place, values[member])
 
     def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the perturbed nodes of these rows: the row's place in `rows`, and the member."""
+        """Returns the perturbed nodes of some rows: the index in `rows`, and the member of each."""
         place_of_row = torch.full((self.num_rows,), -1)
         place_of_row[rows] = torch.arange(len(rows))
         place = place_of_row[self.row]
@@ -61,7 +61,7 @@ class Profiles(KnockedOut):
         return place[is_chosen], self.member[is_chosen]
 
     def best(self, predict: Callable[..., Tensor], settings: Iterable[tuple]) -> Tensor:
-        """Returns `predict(rows, *setting)` of all rows, with validation rows' best setting."""
+        """Returns `predict(rows, *setting)` for all rows, with the setting chosen by validation."""
         rows = self.tables.rows("val")
         y = self.y[rows]
 
@@ -71,16 +71,16 @@ class Profiles(KnockedOut):
         return predict(torch.arange(self.num_rows), *min(settings, key=error))
 
     def effect(self, penalty: float) -> Tensor:
-        """Returns what each node adds to the mean profile, float32 [K, T].
+        """Returns the effect of each node, which is added to the mean profile, float32 [K, T].
 
-        It is found by ridge regression; without rows, it is 0.
+        The effects are from a ridge regression. An unseen node has the effect 0.
         """
         if penalty not in self.effects:
             self.effects[penalty] = self.fit_effects(penalty)
         return self.effects[penalty]
 
     def fit_effects(self, penalty: float) -> Tensor:
-        """Solves the normal equations of all targets at once."""
+        """Returns the effects for a penalty; solves the normal equations of all targets at once."""
         rows = self.train.nonzero().flatten()
         deviation = (self.y[rows] - self.mean).float()
         present = ~deviation.isnan()
@@ -108,8 +108,11 @@ def additive_profiles(problem: Profiles) -> Tensor:
 
 
 def neighbours(problem: Profiles) -> Tensor:
-    """The mean profile and the nodes' effects, where a node in no training row has the mean of the
-    others' effects, with a weight of `KnockedOut.weight`; it and the penalty by validation."""
+    """The mean profile plus the effects of a row's nodes.
+
+    An unseen node gets the mean effect of similar nodes, weighted by `KnockedOut.weight`. The
+    weights and the penalty are chosen by validation.
+    """
 
     def predict(rows: Tensor, penalty: float, weight: tuple[str, float]) -> Tensor:
         effect = problem.impute(problem.effect(penalty), *weight)
@@ -119,12 +122,15 @@ def neighbours(problem: Profiles) -> Tensor:
 
 
 def low_rank(problem: Profiles) -> Tensor:
-    """The same with the effects projected on their first singular vectors; validated rank, too."""
+    """Like `neighbours`, but the effects are projected on their first singular vectors.
+
+    The number of singular vectors is chosen by validation, too.
+    """
     factors = {}
     for penalty in PENALTIES:
         effect = problem.effect(penalty)
         _, vectors = torch.linalg.eigh((effect @ effect.T).double())
-        vectors = vectors.flip(1)[:, : max(RANKS)].float()  # the largest first
+        vectors = vectors.flip(1)[:, : max(RANKS)].float()  # largest singular values first
         factors[penalty] = vectors, vectors.T @ effect  # [K, rank], [rank, T]
 
     def predict(rows: Tensor, penalty: float, rank: int, weight: tuple[str, float]) -> Tensor:
@@ -137,11 +143,12 @@ def low_rank(problem: Profiles) -> Tensor:
 
 # ---- Paths ---------------------------------------------------------------------------------------
 class Paths:
-    """Counts paths of one and two edges, by relation, from a row's knock-outs to each target.
+    """Predicts scores from the paths of one and two edges from the knocked-out nodes to the target.
 
-    An edge counts as its weight over its source's and its target's degree, each to the power of an
-    exponent. There are F = R + R * R features. The sums are over the training rows in which the
-    target has a score.
+    The features of a score are the sums of these paths for each relation, and for each pair of
+    relations: F = R + R * R. A path is the product of its edges. An edge is its weight, divided by
+    the degrees of its source and its target to the power of `exponents`. The regression uses the
+    training rows in which the target has a score.
     """
 
     def __init__(self, problem: Profiles, exponents: tuple[float, float]):
@@ -154,7 +161,7 @@ class Paths:
             degree = torch.bincount(end, minlength=self.num_nodes).float()
             value = value / degree[end].pow(exponent)
         size = (self.num_nodes, self.num_nodes)
-        self.matrices = []  # [target, source] of each relation
+        self.matrices = []  # sparse [target, source], one for each relation
         for r in range(len(tables.relations)):
             chosen = tables.edge_type == r
             index = tables.edge_index.flip(0)[:, chosen]
@@ -164,21 +171,22 @@ class Paths:
         self.sum_training_rows()
 
     def features(self, rows: Tensor) -> Tensor:
-        """Returns the features of these rows' scores, float32 [T, F, len(rows)]."""
+        """Returns the features of the scores of some rows, float32 [T, F, len(rows)]."""
         one_hot = torch.zeros(self.num_nodes, len(rows))
         place, member = self.problem.places(rows)
         one_hot[self.problem.nodes[member], place] = 1
         products = [torch.sparse.mm(matrix, one_hot) for matrix in self.matrices]
         one_edge = torch.stack(products, dim=1)  # [N, R, rows]
-        # No path goes through a knocked-out node.
+        # Paths through a knocked-out node do not count.
         onward = (one_edge * (1 - one_hot).unsqueeze(1)).flatten(1)
         two_edges = [torch.sparse.mm(matrix, onward).view_as(one_edge) for matrix in self.matrices]
         return torch.cat([one_edge, *two_edges], dim=1)[self.target]
 
     def sum_training_rows(self) -> None:
-        """Sets the features' means [T, F] and, all centred, two kinds of products.
+        """Computes sums over the training rows, from which the weights are fitted.
 
-        They are those of the features [T, F, F], and of the features with the scores [T, F].
+        These are the means of the features [T, F], the products of the centred features [T, F, F],
+        and the products of the centred features with the centred scores [T, F].
         """
         count = 0.0
         totals = 0.0
@@ -194,15 +202,15 @@ class Paths:
             products = products + features @ features.transpose(1, 2)
             with_score = with_score + (features @ deviation.nan_to_num()).squeeze(2)
         self.means = totals / count.clamp(min=1)
-        # The deviations add up to 0 over these rows, so that they need no centring.
+        # The deviations add up to 0 over these rows, so the second product need not be centred.
         self.products = products - totals.unsqueeze(2) * self.means.unsqueeze(1)
         self.with_score = with_score
 
     def fit(self, penalty: float, shrinkage: float) -> tuple[Tensor, Tensor]:
-        """Returns weights [F], scales [T]: a score is mean + scale * weights @ centred features.
+        """Returns weights [F] and scales [T]: a score is mean + scale * weights @ centred features.
 
-        Each is a ridge regression for given values of the other; the scales' penalty is for
-        distance from 1.
+        Weights and scales are fitted in turn, each by a ridge regression with the other fixed. The
+        penalty of the scales is for their distance from 1.
         """
         scale = torch.ones(len(self.target))
         for _ in range(1 if math.isinf(shrinkage) else 10):
@@ -228,8 +236,11 @@ class Paths:
 
 
 def edge_paths(problem: Profiles) -> Tensor:
-    """The mean profile and a weight for each kind of path from the knocked-out nodes to the target,
-    times a scale of the target's; how edges count, penalty and shrinkage by validation."""
+    """The mean profile plus a weighted sum of the paths from the knocked-out nodes to the target.
+
+    Each kind of path has a weight, and each target has a scale. The exponents of the degrees, the
+    penalty and the shrinkage are chosen by validation.
+    """
     paths = {exponents: Paths(problem, exponents) for exponents in EXPONENTS}
 
     def predict(

@@ -1,25 +1,31 @@
-"""What the model is worth: Pearson's r on test rows, on several splits.
-
-Beside it stands what can be known without the model.
+"""Compares the model with rivals in closed form: Pearson's r on the test rows of several splits.
 
     python -m tests.bench.quality [--config FILE] [--preset NAME] [--splits random:0 ...]
         [section.key=value ...]
 
-The rivals are those of `tests.bench.baselines`, or, if the scores are named after nodes of the
-graph, of `tests.bench.profiles`. Variants of our model are trained by train.py with the given
-options: `local`, `global`, `both` and `nodes` name model.readout; `permuted` keeps the options'
-readout, on a graph in which the genes' names are permuted, so that it says nothing. With
-`--seeds 5`, five are trained of each, with run.seed 0 to 4, and their mean prediction is a
-contestant, too. All settings are chosen on validation rows, and so is the best baseline of each
-kind of split, to which the others are compared by a paired bootstrap over the test rows, drawn as
-analyse.py draws them. Pearson's r is over the rows, as the mean over the scores; of profiles, the
-same over the scores of each row stands beside it. Splits by nodes hold out a fifth of the nodes
-unless data.test_fraction is given; `folds:0` to `folds:4` are those of data.fold=0/5 to 4/5. A
-split `levels:0`, of `--preset dose`, tests rows in which a node has one of `HELD_BACK`, which no
-training row has. With `--preset`, the tables are those of `tests.bench.synthetic`, and their scores
-without noise are a contestant, the noise ceiling, which no model can beat.
-After an interruption, the same command resumes the study: runs in `--dir` are kept as long as their
-options, their data and the code of train.py are the same.
+Rivals: `tests.bench.profiles` has the rivals for scores that are named after nodes of the graph.
+`tests.bench.baselines` has the rivals for all other scores.
+
+Models: train.py trains variants of our model with the given options. `local`, `global`, `both` and
+`nodes` are values of model.readout. `permuted` has the readout of the options, but the names of
+genes are permuted in the graph, so that the graph has no information. With `--seeds 5`, five runs
+of each variant are trained, with run.seed 0 to 4, and their mean prediction is listed, too.
+
+Tables: with `--preset`, the tables are from `tests.bench.synthetic`. Their scores without noise are
+listed as the noise ceiling, which no model can exceed.
+
+Splits: `random` and `nodes` are values of data.split, with data.split_seed. Splits by nodes hold
+out a fifth of the nodes, unless data.test_fraction is given. `folds:0` to `folds:4` set
+data.fold=0/5 to 4/5. `levels:0` is for `--preset dose`: each test row has a node at one of the
+levels `HELD_BACK`, which do not occur in training.
+
+Comparison: all settings are chosen on validation rows. The best rival of each kind of split is also
+chosen on validation rows. All others are compared with it by a paired bootstrap over the test rows,
+which resamples clusters like analyse.py. Pearson's r is over rows, as a mean over the scores. For
+profiles, Pearson's r over the scores of each row is reported, too.
+
+After an interruption, the same command resumes the study. Runs in `--dir` are reused if their
+options, their data and the code of train.py have not changed.
 """
 
 import argparse
@@ -65,10 +71,10 @@ from tests.bench.synthetic import PRESETS, generate, write
 from tests.tools.runs import ROOT
 from train import train
 
-MODELS = ("local", "global", "both", "permuted")  # of tables with one score
+MODELS = ("local", "global", "both", "permuted")  # variants of our model for a single score
 PROFILE_MODELS = ("nodes", "permuted")
 CEILING = "noise ceiling"
-HELD_BACK = (0.25, 3.0)  # levels
+HELD_BACK = (0.25, 3.0)  # levels that only occur in test rows of a split `levels`
 DEFAULT_SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
 
 
@@ -76,7 +82,7 @@ DEFAULT_SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in r
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = parse_arguments(sys.argv[1:])
-    results: dict[str, dict[str, dict]] = {}  # by kind of split and split
+    results: dict[str, dict[str, dict]] = {}  # the results of each kind of split and each split
     try:
         ddp = setup(Distributed(load_config(options.config, options.overrides).ddp))
         for split in options.splits:
@@ -105,29 +111,32 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--preset",
         choices=PRESETS,
-        help="read these synthetic tables, and show their noise ceiling",
+        help="use these synthetic tables, and show their noise ceiling",
     )
     parser.add_argument(
         "--splits",
         nargs="+",
         default=DEFAULT_SPLITS,
         metavar="KIND:SEED",
-        help="default: " + " ".join(DEFAULT_SPLITS),
+        help="splits to test (default: " + " ".join(DEFAULT_SPLITS) + ")",
     )
     parser.add_argument(
         "--models",
         nargs="*",
         choices=[*MODELS, "nodes"],
-        help="variants of ours (default: all that apply)",
+        help="variants of our model (default: all that are suitable for the scores)",
     )
     parser.add_argument(
         "--seeds",
         type=int,
         default=1,
-        help="members of an ensemble of each (default: 1, no ensemble)",
+        help="number of runs of each variant (default: 1, which means no ensemble)",
     )
     parser.add_argument(
-        "--dir", type=Path, default=Path("runs/quality"), help="of the runs (default: %(default)s)"
+        "--dir",
+        type=Path,
+        default=Path("runs/quality"),
+        help="folder of the runs (default: %(default)s)",
     )
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="also write the tables to this file"
@@ -135,7 +144,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
     for split in options.splits:
         if not re.fullmatch(r"(random|nodes|levels):\d+", split):
-            parser.error(f"--splits: {split!r} is not random:SEED, nodes:FOLD or levels:SEED")
+            parser.error(f"--splits: {split!r} is not random:SEED, nodes:SEED or levels:SEED")
     options.overrides = overrides
     options.signal = None
     if options.preset:
@@ -145,7 +154,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[str, dict]:
-    """Returns {contestant: figures and test predictions} on one split; prints a line for each."""
+    """Returns the figures and test predictions of each contestant on one split.
+
+    A contestant is a rival, a variant of our model, an ensemble or the noise ceiling. The function
+    prints a line for each.
+    """
     kind, _, seed = split.partition(":")
     overrides = list(options.overrides)
     if kind == "nodes":
@@ -162,7 +175,8 @@ def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[s
     is_profile = are_profiles(tables)
     if tables.y.size(1) > 1 and not is_profile:
         raise UserError(
-            "tests.bench.quality takes one score, or scores that are named after nodes of the graph"
+            "tests.bench.quality: the table has several scores that are not nodes of the graph: "
+            "select one score with data.scores"
         )
     results = {}
 
@@ -172,7 +186,7 @@ def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[s
         results[name] = figures
         line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
         if is_profile:
-            line += "; of profiles {row validation:.4f} and {row Pearson:.4f}"
+            line += "; over the scores of a row {row validation:.4f} and {row Pearson:.4f}"
         text = line.format(**figures)
         print(f"{split}  {name}: Pearson {text}", file=sys.stderr, flush=True)
 
@@ -185,7 +199,7 @@ def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[s
 
 
 def enter_rivals(tables: Tables, enter: Callable[[str, Tensor, float], None]) -> None:
-    """Enters the prediction of each rival, and its seconds."""
+    """Calls `enter` with the name, the prediction and the seconds of each rival."""
     if are_profiles(tables):
         rivals = RIVALS
         problem = Profiles(tables)
@@ -199,7 +213,7 @@ def enter_rivals(tables: Tables, enter: Callable[[str, Tensor, float], None]) ->
 
 
 def chosen_models(options: argparse.Namespace, tables: Tables) -> Sequence[str]:
-    """Returns the variants of our model that are asked for, by default all that apply."""
+    """Returns the variants of our model from `--models`, by default all suitable variants."""
     if options.models is not None:
         return options.models
     return PROFILE_MODELS if are_profiles(tables) else MODELS
@@ -212,7 +226,10 @@ def enter_model(
     ddp: Distributed,
     enter: Callable[[str, Tensor, float], None],
 ) -> None:
-    """Enters the prediction of a variant of our model, or of several and their mean."""
+    """Trains a variant of our model, and calls `enter` with the prediction of each run.
+
+    With several runs, it also calls `enter` with their mean prediction.
+    """
     if options.seeds == 1:
         prediction, seconds = ours(variant, overrides, options, ddp)
         enter(f"ours, {variant}", prediction, seconds)
@@ -228,7 +245,7 @@ def enter_model(
 
 
 def result(tables: Tables, prediction: Tensor) -> dict:
-    """Returns the figures of predictions [n, T], and the test rows that they are from."""
+    """Returns the figures of predictions [n, T], and the test rows for the bootstrap."""
     val = tables.rows("val")
     test = tables.rows("test")
     y = tables.y[test]
@@ -250,7 +267,10 @@ def result(tables: Tables, prediction: Tensor) -> dict:
 def summary(
     kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pearson"
 ) -> dict[str, list[dict]]:
-    """Returns {title: rows} of two tables: means over a kind of splits, each split's figures."""
+    """Returns {title: rows} of two tables for one kind of splits.
+
+    The first table has means over the splits, and the second table has each split.
+    """
 
     def of_splits(name: str, key: str) -> Tensor:
         values = [results[name][key] for results in splits.values()]
@@ -302,16 +322,16 @@ def summary(
 
 
 def difference(differences: Tensor, resampled: Tensor) -> dict[str, float]:
-    """Returns the mean over splits of the differences [splits], and its 95 % interval.
+    """Returns the mean of the differences of all splits [splits], and its 95 % interval.
 
-    The interval is that of the resampled differences [splits, R].
+    The interval is from the resampled differences [splits, R].
     """
     low, high = interval(resampled.mean(0))
     return {"difference": differences.mean(), "2.5 %": low, "97.5 %": high}
 
 
 def clean(row: dict) -> dict:
-    """Returns a row with floats in place of tensors, and a dash for nan."""
+    """Returns a row with floats instead of tensors, and a dash instead of nan."""
     cells = {}
     for key, value in row.items():
         if isinstance(value, Tensor):
@@ -323,21 +343,22 @@ def clean(row: dict) -> dict:
 
 
 def clusters(tables: Tables) -> Tensor:
-    """Returns the numbers of each test row's bootstrap clusters, long [rows, 2], -1 for none.
+    """Returns the indices of each test row's bootstrap clusters, long [rows, 2].
 
-    As in `analyse_results.Results.clusters`, these are its unseen nodes of the most rows, or
-    its set.
+    As in `analyse_results.Results.clusters`, a row is in the clusters of its unseen nodes, at most
+    two, or in the cluster of its set. If a row is in one cluster, the second index is -1.
     """
     sample = tables.sample()
     present = ~tables.y[sample].isnan()
-    is_unseen = (present & ~tables.is_seen()[tables.perturbed]).any(dim=1)  # for a score of the row
+    # Unseen for at least one score of the row.
+    is_unseen = (present & ~tables.is_seen()[tables.perturbed]).any(dim=1)
     is_chosen = tables.is_in("test")[sample] & is_unseen
     unseen = tables.perturbed[is_chosen]
     num_rows = torch.bincount(unseen, minlength=len(tables.genes)).tolist()
     unseen_of_row = defaultdict(list)
     for row, node in zip(sample[is_chosen].tolist(), unseen.tolist(), strict=True):
         unseen_of_row[row].append(node)
-    # After the numbers of the nodes.
+    # The indices of sets follow the indices of nodes.
     set_number = tables.set_number(with_levels=False) + len(tables.genes)
     cluster = torch.stack([set_number, torch.full_like(set_number, -1)], dim=1)
     for row, nodes in unseen_of_row.items():
@@ -347,9 +368,9 @@ def clusters(tables: Tables) -> Tensor:
 
 
 def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
-    """Returns Pearson's r less that of number `best`, on resampled rows, [R, contestants].
+    """Returns Pearson's r of each contestant minus contestant `best`, [R, contestants].
 
-    Rows of the same cluster are drawn together.
+    R is the number of resamples of the test rows. Rows of the same cluster are drawn together.
     """
     correlations = []
     for of_contestant in results.values():
@@ -360,7 +381,7 @@ def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Ten
 
 
 def bootstrap_rows(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
-    """Returns the same of the Pearson of each row, averaged over the rows."""
+    """Like `bootstrap`, but for Pearson's r over the scores of a row, as a mean over the rows."""
     correlations = []
     for of_contestant in results.values():
         rows = (of_contestant["rows"], of_contestant["cluster"])
@@ -369,7 +390,8 @@ def bootstrap_rows(results: dict[str, dict], best: int, resamples: int = 1000) -
     return correlation - correlation[:, best : best + 1]
 
 
-# By name of a figure: that of validation rows, what resamples its difference, and what it is over.
+# For each figure: the figure of validation rows, the bootstrap of its differences, and words for
+# the title of its table.
 MEASURES = {
     "Pearson": ("validation", bootstrap, "on "),
     "row Pearson": ("row validation", bootstrap_rows, "over the scores of each of "),
@@ -378,9 +400,9 @@ MEASURES = {
 
 # ---- Our model -----------------------------------------------------------------------------------
 def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
-    """Returns the mean of the values [n], without nan, in each resample of the rows, [R].
+    """Returns the mean of the values [n] in each resample of the rows, [R]; nan is left out.
 
-    The resamples are those of `resampled_pearson`.
+    The resamples are the same as in `resampled_pearson`.
     """
     present = ~values.isnan()
     columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
@@ -389,7 +411,10 @@ def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
 
 
 def seconds_of(rows: list[dict]) -> float:
-    """Returns the time between the starts and the ends of a run; a killed one has no end."""
+    """Returns the total time between the starts and the ends of a run, from its metrics.jsonl.
+
+    A start whose process was killed has no end, and does not count.
+    """
     total = 0.0
     start = None
     for row in rows:
@@ -405,9 +430,9 @@ def seconds_of(rows: list[dict]) -> float:
 def ours(
     name: str, overrides: list[str], options: argparse.Namespace, ddp: Distributed
 ) -> tuple[Tensor, float]:
-    """Trains a variant of the model, or resumes or finds its run.
+    """Returns the predictions of a variant of the model, [n, T], and its training time in s.
 
-    Returns its predictions [n, T] and the seconds.
+    The run is reused if it exists, resumed if it is not finished, and otherwise trained.
     """
     config = load_config(options.config, overrides)
     if name == "permuted":
@@ -427,7 +452,7 @@ def ours(
 
 
 def run_key(config: Config, tables: Tables) -> str:
-    """Returns a hash of all that the result of a run depends on."""
+    """Returns a hash of everything that affects the result of a run."""
     settings = asdict(config)
     settings["run"] = config.run.seed
     settings["data"] = [config.data.batch_size, tables.fingerprint()]
@@ -441,8 +466,8 @@ def train_run(folder: Path, files: list[str], overrides: list[str]) -> None:
     command = [sys.executable, str(ROOT / "train.py"), *overrides, *where]
     for file in files:
         command += ["--config", file]
-    # In a session of its own, so that Ctrl-C reaches only this process, which then ends the run
-    # cleanly.
+    # The run has a separate session, so that Ctrl-C only reaches this process. This process then
+    # ends the run cleanly.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         status = process.wait()
@@ -454,7 +479,7 @@ def train_run(folder: Path, files: list[str], overrides: list[str]) -> None:
 
 
 def predict(folder: Path, config: Config, tables: Tables, ddp: Distributed) -> Tensor:
-    """Returns what the best model of a run predicts, [n, T], 0 for training rows."""
+    """Returns the predictions of a run's best model, [n, T]; they are 0 for training rows."""
     task = KnockoutTask.from_tables(tables, config, ddp.device)
     model = task.build_model()
     load_model(model, read_checkpoint(folder / "checkpoints/best.pt"))
@@ -466,9 +491,9 @@ def predict(folder: Path, config: Config, tables: Tables, ddp: Distributed) -> T
 
 
 def hold_levels_back(config: Config, folder: Path, seed: int) -> list[str]:
-    """Writes tables with a split column by levels; returns the options that name them.
+    """Writes tables with a column split, and returns the options that select them.
 
-    A tenth of the other rows is for validation.
+    Rows with a level in `HELD_BACK` are test rows. A tenth of the other rows are validation rows.
     """
     tables = data.load(config.data)
     is_held_back = torch.isin(tables.level, torch.tensor(HELD_BACK))
@@ -482,7 +507,7 @@ def hold_levels_back(config: Config, folder: Path, seed: int) -> list[str]:
 
 
 def finished_run(folder: Path) -> list[dict]:
-    """Returns the rows of metrics.jsonl of a run that has its test row, else an empty list."""
+    """Returns the rows of a run's metrics.jsonl if the run has been tested, otherwise []."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
@@ -493,7 +518,7 @@ def finished_run(folder: Path) -> list[dict]:
 
 
 def permute_names(config: Config, folder: Path) -> list[str]:
-    """Writes the edges with permuted names of genes; returns the options that name both tables."""
+    """Writes the edges with permuted names of genes, and returns the options of both tables."""
     tables = data.load(config.data)
     generator = torch.Generator().manual_seed(config.data.split_seed)
     order = torch.randperm(len(tables.genes), generator=generator).tolist()

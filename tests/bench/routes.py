@@ -1,12 +1,13 @@
-"""A training step that computes only the states that a knock-out changes, against one with all.
+"""Compares training steps that compute only the states that change with steps that compute all.
 
     python -m tests.bench.routes [--json FILE] [section.key=value ...]
 
-The options name tables and model, such as data.edges=edges.tsv; the routes set
-model.message_passing and, unless it is `nodes`, model.readout. Without any, the presets `small` and
-`expression` are measured. A step builds its batch, plans it on the host where the route needs that,
-and does forward, backward and optimiser, for the first batch of training rows. The routes are
-called in turn.
+The options select the tables and the model, such as data.edges=edges.tsv. Without options, the
+presets `small` and `expression` are measured. Each route sets model.message_passing and, if
+model.readout is not `nodes`, also model.readout.
+
+A step builds the first batch of training rows, plans it on the host if the route needs a plan, and
+runs the forward pass, the backward pass and the optimiser. The routes are called in turn.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from task import KnockoutTask
 from tests.bench import in_turn, report
 from tests.bench.synthetic import PRESETS, synthetic_tables, write
 
-CONTESTANTS = {  # (model.message_passing, model.readout)
+CONTESTANTS = {  # model.message_passing and model.readout of each route
     "shared": ("shared", "both"),
     "reach": ("reach", "both"),
     "readout=local": ("auto", "local"),
@@ -37,7 +38,7 @@ OPTIONS_OF_PRESETS = {"small": [], "expression": ["model.readout=nodes", "data.b
 
 
 class Step:
-    """One training step of a route, on the same rows each time."""
+    """A training step with a route. Each call uses the same rows."""
 
     def __init__(self, config: Config, tables: Tables, device: torch.device):
         torch.manual_seed(0)
@@ -53,7 +54,7 @@ class Step:
     def __call__(self) -> None:
         batch = self.planned().to(self.device)
         batch.seed = torch.zeros((), dtype=torch.long, device=self.device)
-        losses = self.task.loss(self.model(self.task.graph, batch), batch)  # of each score
+        losses = self.task.loss(self.model(self.task.graph, batch), batch)  # one for each score
         loss = losses.sum() / len(self.rows)
         loss.backward()
         self.optimizer.step()
@@ -61,7 +62,7 @@ class Step:
 
 
 def measure(name: str, overrides: list[str], repeats: int, device: torch.device) -> list[dict]:
-    """Returns a row for each route on the tables that the options name."""
+    """Returns a row for each route, on the tables that the options select."""
     config = load_config(overrides=overrides)
     tables = data.load(config.data)
     contestants = OF_PROFILES if config.model.readout == "nodes" else CONTESTANTS

@@ -1,9 +1,9 @@
-"""A training step (forward, backward, optimiser) on the shared graph against masked copies of it.
+"""Compares training steps on one shared graph with training steps on masked copies of the graph.
 
     python -m tests.bench.step [--json FILE]
 
-`expanded` copies the graph per sample and runs with the largest batch, up to 28, that fits in
-memory.
+A step is the forward pass, the backward pass and the optimiser's step. The route `expanded` copies
+the graph for each sample. Its batch is the largest that fits in memory, but at most 28 samples.
 """
 
 import torch
@@ -46,7 +46,7 @@ class Step:
 
 
 def mean_loss(prediction: Tensor, batch: Data) -> Tensor:
-    """Returns the mean squared error of a batch; its scores are standardised."""
+    """Returns the mean squared error of a batch, whose scores are standardised."""
     y = batch.y.to(prediction.dtype)
     return (batch.weight * (prediction - y).square()).sum() / len(y)
 

@@ -1,16 +1,19 @@
-"""Random tables whose scores depend on the graph in a known way: the example, and larger ones.
+"""Generates random tables whose scores depend on the graph in a known way.
 
     python -m tests.bench.synthetic small|yeast|network|expression|dose|planted... FOLDER
 
-writes `edges.tsv` and `scores.tsv` into FOLDER and prints the options of train.py that name them.
-The graph has hubs and modules, and a sample knocks out a few nodes that are often related. A score
-of `small`, which is example/, or of `yeast`, whose graph has the size of the real one, is a
-sum of effects of single nodes, of pairs within a module, and of short paths between the nodes. A
-score of `network` is what is lost when failures spread along edges. A sample of `expression` has a
-score for each node, its profile: what the knock-outs do to the nodes within two edges. In `dose`, a
-perturbed node has one of five levels, from deleted to threefold, and a score is a sum of responses
-that saturate. A score of `planted`, or of a preset named after it, is a sum of effects of two nodes
-and of what the graph has between them. Noise is added to all of them.
+This writes `edges.tsv` and `scores.tsv` to FOLDER, and prints the options of train.py that select
+them. The graph has hubs and modules. A sample knocks out a few nodes, which are often related.
+Noise is added to all scores. A score of each preset is:
+
+- small, yeast: a sum of effects of single nodes, of pairs within a module, and of short paths
+  between the nodes. `small` is the example. The graph of `yeast` has the size of the real graph.
+- network: the activity that living nodes lose if failures spread along edges.
+- expression: the change of one node. A sample has a score for each node, which is its profile.
+  Knock-outs change the nodes within two edges.
+- dose: a sum of responses that saturate. A perturbed node has one of five levels, from 0 to 3.
+- planted and presets whose names begin with it: a sum of effects of two nodes and of counts in the
+  graph between them, such as common neighbours.
 """
 
 import argparse
@@ -31,19 +34,22 @@ from data_tables import Tables, pack
 
 @dataclass(frozen=True)
 class Preset:
-    """The size of a synthetic problem."""
+    """The size of a synthetic problem, and the kind of its scores."""
 
     num_nodes: int
     num_edges: dict[str, int]
     num_modules: int
     num_samples: int
     deletions: tuple[int, int]  # the smallest and largest number of knock-outs in a sample
-    rounds: int = 0  # of failures that spread along edges and make the scores: `failure_losses`
-    # Samples of two nodes, each knocked out alone in another; y are then profiles.
+    # Number of rounds in which failures or responses spread along edges. If it is above 0, scores
+    # are `failure_losses` or, with levels, `dose_responses`.
+    rounds: int = 0
+    # Number of samples of two nodes, if scores are profiles. In other samples, each of these nodes
+    # is knocked out alone.
     num_doubles: int | None = None
-    # Of the perturbed nodes, of which the scores are `dose_responses`; (): all are deleted.
+    # Levels of perturbed nodes, if scores are `dose_responses`; (): all nodes are deleted.
     levels: tuple[float, ...] = ()
-    rules: tuple[str, ...] = ()  # of `RULES`, by which pairs have their `planted_scores`
+    rules: tuple[str, ...] = ()  # counts from `RULES`, if scores are `planted_scores`
 
 
 PLANTED = Preset(
@@ -111,19 +117,19 @@ PRESETS = {
     "planted-edge": replace(PLANTED, rules=("edge",)),
     "planted-paths": replace(PLANTED, rules=("paths of two",)),
 }
-# What the loss of its source does to a target.
+# Effect of the loss of a source on its targets, for each relation.
 REGULATION = {"activates": -1.0, "represses": 0.8, "binds": -0.2}
-# What each count between two nodes does to their score.
+# Effect of each count between two nodes on their score.
 RULES = {"common neighbours": -1.0, "common targets": 0.8, "edge": -1.0, "paths of two": 1.0}
 
 
 def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
     """Returns tables without a split, and their scores without noise.
 
-    The scores are float64 [n], or [n, N] if they are profiles. With `preset.num_doubles`, they are
-    those of `expression_tables`. With `preset.levels`, a score is the sample's `dose_responses` and
-    noise, with `preset.rounds` alone its `failure_losses`, with `preset.rules` its
-    `planted_scores`, else its `interaction_scores`.
+    The scores without noise are float64 [n], or [n, N] if they are profiles. The preset determines
+    the function that computes them: `expression_tables` with `num_doubles`, `dose_responses` with
+    `levels`, `failure_losses` with `rounds`, `planted_scores` with `rules`, and otherwise
+    `interaction_scores`.
     """
     draw = Draw(preset, seed)
     if preset.num_doubles is not None:
@@ -163,7 +169,7 @@ def generate(preset: Preset, seed: int = 0) -> tuple[Tables, Tensor]:
 
 
 def synthetic_tables(preset: Preset, seed: int = 0) -> Tables:
-    """Returns the tables of `generate`."""
+    """Returns only the tables of `generate`, without a split."""
     tables, _ = generate(preset, seed)
     return tables
 
@@ -176,10 +182,10 @@ def build_graph(name: str, share: float = 1.0) -> HeteroData:
 
 
 def write(tables: Tables, folder: Path) -> list[str]:
-    """Writes `edges.tsv` and `scores.tsv`, and returns the options of train.py that name them.
+    """Writes `edges.tsv` and `scores.tsv`, and returns the options of train.py that select them.
 
-    With 11 digits of each score, a run on `small` is bit for bit that on the scores as they were
-    drawn. Those of profiles, which are millions, have three decimals.
+    Scores have 11 digits. A run on `small` is then bit for bit the same as with the exact scores.
+    Scores of profiles have three decimals, because there are millions of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "edges.tsv").open("w") as file:
@@ -207,7 +213,7 @@ def write(tables: Tables, folder: Path) -> list[str]:
 
 
 class Draw:
-    """Draws random numbers, and nodes with power-law weights or from a node's module."""
+    """Draws random numbers, nodes with power-law weights, edges, and knock-outs."""
 
     def __init__(self, preset: Preset, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -225,11 +231,11 @@ class Draw:
         self.high = self.total[torch.searchsorted(self.module, self.module, right=True)]
 
     def nodes(self, count: int) -> Tensor:
-        """Returns nodes of the whole graph, by weight."""
+        """Returns random nodes of the graph; the probability of a node is its weight."""
         return self._at(self.uniform(count) * self.total[-1])
 
     def partners(self, node: Tensor) -> Tensor:
-        """Returns a node from the module of each node, by weight."""
+        """Returns a random node from the module of each given node; the weights count, too."""
         low, high = self.low[node], self.high[node]
         return self._at(low + self.uniform(len(node)) * (high - low))
 
@@ -249,10 +255,10 @@ class Draw:
         return torch.stack([codes // n, codes % n])
 
     def knockouts(self, preset: Preset, physical: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `perturbed` and `perturbed_ptr`.
+        """Returns the knocked-out nodes of all samples, as `perturbed` and `perturbed_ptr`.
 
-        Each sample has a first node, and partners that share its module, are its neighbours by
-        `physical` edges (sorted by source), or are drawn at random.
+        A sample has a first node, and partners that are in the same module, are neighbours by
+        `physical` edges (sorted by source), or are random.
         """
         num_samples = preset.num_samples
         source, target = physical
@@ -284,10 +290,10 @@ class Draw:
 def interaction_scores(
     draw: Draw, preset: Preset, physical: Tensor, perturbed: Tensor, perturbed_ptr: Tensor
 ) -> Tensor:
-    """Returns a weighted sum of three terms of each sample's knocked-out nodes, float64 [n].
+    """Returns a weighted sum of three terms for each sample, float64 [n].
 
-    They are the nodes' own effects, an effect per pair within a module, and the paths of one or two
-    `physical` edges between each pair.
+    The terms are the effects of the knocked-out nodes, an effect for each pair within a module, and
+    the paths of one or two `physical` edges between each pair.
     """
     n = preset.num_nodes
     num_modules = preset.num_modules
@@ -317,10 +323,11 @@ def interaction_scores(
 def planted_scores(
     draw: Draw, preset: Preset, physical: Tensor, regulatory: Tensor, perturbed: Tensor
 ) -> Tensor:
-    """Returns the sum of two nodes' own effects and of `preset.rules`, float64 [n].
+    """Returns the sum of the effects of two nodes and of `preset.rules`, float64 [n].
 
-    Both parts vary alike. A rule counts, between the nodes, neighbours by `physical` edges (both
-    ways), targets of `regulatory` edges, a `physical` edge, or paths of two `regulatory` edges.
+    Effects and rules have the same variance. A rule counts common neighbours by `physical` edges
+    (in both directions), common targets of `regulatory` edges, a `physical` edge between the nodes,
+    or paths of two `regulatory` edges between them.
     """
     n = preset.num_nodes
     near = torch.zeros(n, n, dtype=torch.float64)
@@ -347,20 +354,21 @@ def planted_scores(
 def failure_losses(
     edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
 ) -> Tensor:
-    """Returns how much activity all living nodes lose together, float64 [n]."""
+    """Returns the total activity that the living nodes of each sample lose, float64 [n]."""
     return lost_activity(edge_indices, num_nodes, perturbed, ptr, rounds).sum(0)
 
 
 def lost_activity(
     edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
 ) -> Tensor:
-    """Returns how much activity each living node loses when failures spread, float64 [N, n].
+    """Returns the activity that each living node loses if failures spread, float64 [N, n].
 
-    It is a supply network: an edge's source supplies its target, with half the weight of the
-    relation before. In each round, a node's activity becomes a steep function of the weighted share
-    of its suppliers that work, one half where 40 % have failed: most nodes survive the loss of one
-    supplier, but not of two that back each other up, and their failure is passed on. All nodes
-    count alike, so that what matters is where a node lies in the damaged graph.
+    The graph is a supply network: the source of an edge supplies its target. A supplier by the
+    second relation has half the weight of a supplier by the first, and so on. In each round, the
+    activity of a node becomes a steep function of the weighted share of its suppliers that have
+    failed. It is one half if 40 % have failed. Most nodes therefore survive the loss of one
+    supplier, but not of two suppliers that replace each other, and their failure spreads. All nodes
+    have the same properties, so that only the position of a node in the damaged graph matters.
     """
     weight = relation_weights(edge_indices)
     source, target = torch.cat(edge_indices, dim=1)
@@ -378,7 +386,10 @@ def lost_activity(
 
 
 def relation_weights(edge_indices: list[Tensor]) -> Tensor:
-    """Returns the weight of each edge, float64 [E]: half of that of the relation before."""
+    """Returns the weight of each edge, float64 [E]: 1 for the first relation, 1/2 for the second.
+
+    In general, the weight of a relation is half of the weight of the relation before it.
+    """
     weights = []
     for r, edge_index in enumerate(edge_indices):
         weights.append(torch.full((edge_index.size(1),), 0.5**r, dtype=torch.float64))
@@ -393,12 +404,12 @@ def dose_responses(
     level: Tensor,
     rounds: int,
 ) -> Tensor:
-    """Returns how much the activities of nodes with a level above 0 differ from 1, float64 [n].
+    """Returns a weighted sum of the changes of activity of all living nodes, float64 [n].
 
-    It is a weighted sum of the differences. A node sends its activity times its level to the
-    targets of its edges, more by the first relation and by some nodes than by others. In each
-    round, a target's activity becomes 1.5 x / (x + 0.5) of the weighted mean x of what it gets, as
-    enzymes saturate: it falls to 0 without input, and rises to 1.29 at three times the input.
+    A node sends its activity times its level to the targets of its edges. Relations and nodes have
+    different weights. The input x of a target is the weighted mean of what it receives. In each
+    round, its activity becomes 1.5 x / (x + 0.5), which saturates like an enzyme: it is 0 without
+    input, 1 in the intact graph, and 1.29 at three times the input.
     """
     n = draw.num_nodes
     source, target = torch.cat(edge_indices, dim=1)
@@ -421,14 +432,14 @@ def dose_responses(
 def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
     """Returns tables whose scores are profiles, and the scores without noise, float64 [n, N].
 
-    A profile is one score per node. Few nodes have most of the edges' sources. Knock-outs change
-    the targets of their edges, by the relation and by how strongly a target reacts, and a changed
-    target acts on its own targets: one that rises as against a knock-out. The score of a
-    knocked-out node itself is missing.
+    A profile is one score per node. A few nodes are the sources of most edges. A knock-out changes
+    the targets of its edges. The change depends on the relation and on the target's reaction. A
+    changed target then changes its own targets: a decrease acts like a knock-out, and an increase
+    acts in the opposite direction. The score of a knocked-out node itself is missing.
     """
     n = preset.num_nodes
     num_samples = preset.num_samples
-    # Pareto's distribution: a few sources have thousands of targets.
+    # With Pareto's distribution, a few sources have thousands of targets.
     weight = draw.uniform(n).pow(-2 / 3) - 0.8
     reaction = (draw.normal(n) / 2).exp()
     edge_indices = [regulations(draw, weight, count) for count in preset.num_edges.values()]
@@ -460,7 +471,10 @@ def expression_tables(draw: Draw, preset: Preset) -> tuple[Tables, Tensor]:
 
 
 def regulations(draw: Draw, weight: Tensor, count: int) -> Tensor:
-    """Returns [2, count] distinct edges, no self-loops: sources by weight [N], targets evenly."""
+    """Returns [2, count] distinct edges without self-loops.
+
+    The probability of a source is its weight, [N]. All targets have the same probability.
+    """
     n = len(weight)
     total = weight.cumsum(0)
     codes = torch.empty(0, dtype=torch.long)
@@ -474,9 +488,9 @@ def regulations(draw: Draw, weight: Tensor, count: int) -> Tensor:
 
 
 def single_and_double(draw: Draw, preset: Preset) -> tuple[Tensor, Tensor]:
-    """Returns `perturbed` and `perturbed_ptr`.
+    """Returns the knocked-out nodes of all samples, as `perturbed` and `perturbed_ptr`.
 
-    First come samples of one node each, then those of two of these nodes.
+    Samples of one node come first, then samples of two of these nodes.
     """
     num_singles = preset.num_samples - preset.num_doubles
     single = draw.permutation(preset.num_nodes)[:num_singles]

@@ -1,11 +1,14 @@
-"""Tables of the size of a full screen: reading, later starts, memory, batches, and prediction.
+"""Measures tables of the size of a full screen: reading, later starts, memory and batches.
 
     python -m tests.bench.tables [--rows N] [--edges N] [--genes N] [--folder DIR] [--json FILE]
 
-Each phase runs in a process of its own. A later start is from the command to the first batch of
-training, imports included. Memory is the peak of the first read, and what a rank of a later start,
-whose tables are mapped into memory, cannot share with other ranks after its first batches
-(Private_Dirty of the kernel's smaps_rollup).
+Each phase runs in a separate process:
+
+- first read: the time to read the tables and to fit the baseline, and the peak memory.
+- graph: the time to read the edges and to build the shared graph.
+- later start: the time from the command to the first batch of training, including imports. The
+  tables are memory-mapped from the cache, so that ranks share them. Private memory is the memory
+  that a rank cannot share (Private_Dirty in the kernel's smaps_rollup).
 """
 
 import argparse
@@ -95,7 +98,7 @@ def later_start(folder: str) -> dict[str, float]:
     tables.unseen_share("val")
     sampler.set_epoch(1, first_step=sampler.steps_per_epoch // 2)  # a resumed run
     loader = make_loader(dataset, sampler, 0, torch.device("cpu"))
-    batches = chain.from_iterable(repeat(loader))  # as often as it takes
+    batches = chain.from_iterable(repeat(loader))  # an endless iterator
     next(batches)
     since = time.time() - float(os.environ["STARTED"])
     start = time.perf_counter()
@@ -126,7 +129,7 @@ def main() -> None:
     parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--genes", type=int, default=6_600)
     parser.add_argument(
-        "--folder", type=Path, help="where the tables are kept (default: a temporary folder)"
+        "--folder", type=Path, help="folder of the tables (default: a temporary folder)"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the table to this file"

@@ -1,4 +1,4 @@
-"""What a copy with attention.patch must satisfy: `python -m pytest tests/recipes/attention.py`."""
+"""Tests of a copy with attention.patch: `python -m pytest tests/recipes/attention.py`."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,10 @@ from tests.template.tables import EDGES, write_tables
 # ---- Features of edges ---------------------------------------------------------------------------
 @pytest.mark.parametrize("undirected", [False, True])
 def test_further_columns_of_edges_are_features_of_the_edges(tmp_path, undirected):
-    """They are standardised. Duplicate edges have the mean of the present values, or 0."""
+    """Features are standardised. Duplicate edges have the mean of their values that are present.
+
+    If all values are missing, the feature is 0.
+    """
     rows = [
         ("a", "b", "x", 2, 1, "NA"),
         ("a", "b", "x", "", 1, "NA"),
@@ -62,7 +65,7 @@ def test_further_columns_of_edges_are_features_of_the_edges(tmp_path, undirected
 # ---- The layer -----------------------------------------------------------------------------------
 @pytest.fixture
 def graph():
-    """Edges have one feature: their number."""
+    """A graph whose edges have one feature: their number."""
     graph = graph_of_20()
     graph.edge_attr = torch.arange(90.0).unsqueeze(1)
     return graph
@@ -94,7 +97,7 @@ def test_dead_edges_are_loops_at_the_spare_node(graph, layer):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_attention_is_that_of_a_loop_over_living_edges(graph, is_first):
+def test_attention_equals_a_loop_over_living_edges(graph, is_first):
     from attention import AttentionConv, FirstAttention
 
     x, sent = torch.randn(2, 20, 3, 4)
@@ -119,7 +122,10 @@ def test_attention_is_that_of_a_loop_over_living_edges(graph, is_first):
 
 
 def attention_by_loop(layer, graph, h, levels, node):
-    """Returns the sum that a node receives, [H], given the nodes' states in a sample, [N, H]."""
+    """Returns the sum that a node receives in a sample, [H].
+
+    `h` are the states of all nodes in this sample, [N, H], and `levels` is {node: level}.
+    """
     total = torch.zeros(4)
     for conv, edges in zip(layer.convs, (range(60), range(60, 90)), strict=True):
         logits = []

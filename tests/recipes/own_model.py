@@ -1,4 +1,4 @@
-"""What a copy with own_model.patch must satisfy: `python -m pytest tests/recipes/own_model.py`."""
+"""Tests of a copy with own_model.patch: `python -m pytest tests/recipes/own_model.py`."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def gcn():
     return GCN(ModelConfig(hidden=4), 20, 1).eval()
 
 
-def test_predictions_are_those_of_dense_products(graph, gcn):
+def test_predictions_equal_products_of_dense_matrices(graph, gcn):
     source, target = graph.edge_index
     matrix = torch.zeros(20, 20)
     matrix.index_put_((target, source), graph.edge_weight, accumulate=True)
@@ -32,7 +32,7 @@ def test_predictions_are_those_of_dense_products(graph, gcn):
         torch.testing.assert_close(prediction, gcn.head((level * x).sum(0) / 20**0.5))
 
 
-def test_only_living_nodes_and_edges_count(graph, gcn):
+def test_dead_nodes_and_edges_do_not_affect_predictions(graph, gcn):
     batch = batch_of(graph, [[1, 5], [], [7]])
     prediction = gcn(graph, batch)[0]
     prediction.backward()

@@ -1,4 +1,4 @@
-"""Tables of a few cells, to see how names are read."""
+"""Small tables, for tests of how names are read."""
 
 from pathlib import Path
 
@@ -9,7 +9,10 @@ SPLITS = ("train", "val", "test")
 
 
 def read_cells(folder: Path, nodes: list[str], cells: list[str]) -> list[str]:
-    """Returns the notes on a table of these cells, and a ring of these nodes."""
+    """Returns the notes on a table of knock-outs whose column genes has these cells.
+
+    The edges connect the nodes in a ring.
+    """
     edges = [(node, other, "x") for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)]
     rows = [(cell, k, SPLITS[k % 3]) for k, cell in enumerate(cells)]
     options = DataConfig(

@@ -1,10 +1,11 @@
-"""soak      injects random faults into the same runs until these have finished, with changing
-          numbers of processes; as root, also with a full disk and a cut network link:
-          --minutes 60, --ranks 1-4, --seed N
-gpu       checks, on a machine with a GPU and in seven minutes, what a CPU cannot show: CUDA graphs,
-          values by precision, no waits, NCCL, ZeRO, resuming to the same bits, speed; with two or
-          more GPUs, in twice the time, also parity, faults and scaling (--only TEXT: only checks
-          whose name contains TEXT; only runs of train.py use your configuration)
+"""soak      causes random faults in runs, again and again until each run has finished, with
+          changing numbers of processes. As root, it also fills a disk and cuts a network link.
+          Options: --minutes 60, --ranks 1-4, --seed N
+gpu       needs a GPU and seven minutes. It checks properties that a CPU cannot show: CUDA graphs,
+          values in each precision, no waits, NCCL, ZeRO, resuming to the same bits, and speed. With
+          two or more GPUs, it takes twice as long, and also checks parity, faults and scaling.
+          Only runs of train.py use your configuration. (--only TEXT: only checks whose name
+          contains TEXT)
 """
 
 import argparse
@@ -16,7 +17,7 @@ CHECKS = {"soak": soak, "gpu": gpu}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of these checks."""
+    """Adds the options of these checks to the parser of tests/check.py."""
     parser.add_argument("--minutes", type=float, default=60.0, help="soak: duration (default: 60)")
     parser.add_argument(
         "--ranks",
@@ -29,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def rank_range(text: str) -> list[int]:
-    """Returns the numbers from the first to the last of `1-4`; raises `ValueError` if none is."""
+    """Returns all numbers of a range such as `1-4`; raises `ValueError` if it is not a range."""
     first, last = text.split("-")
     if not 1 <= int(first) <= int(last):
         raise ValueError

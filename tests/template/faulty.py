@@ -1,9 +1,9 @@
-"""Runs a command of the template with faults, each named by the function below that causes it.
+"""Runs a command of the template with faults. A fault is the name of a function of this file.
 
     python tests/template/faulty.py stop_at_step:4 print_fingerprints -- train.py ARGUMENTS...
 
-Colons separate the arguments of a fault. Under torchrun, a fault is on all ranks unless it names
-one. "In step n" is after n completed steps.
+The arguments of a fault follow its name, after colons. Under torchrun, a fault happens on all ranks
+unless it has an argument `rank`. Step n starts after n completed steps.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
-    """Makes the function `name` of a module or class call `action` with its arguments first."""
+    """Makes the function `name` of a module or class first call `action` with its arguments."""
     original = getattr(owner, name)
 
     def replacement(*arguments, **options):
@@ -70,7 +70,7 @@ def kill_this_process(signal_name: str) -> None:
 
 
 def sleep_in_a_library() -> NoReturn:
-    """Waits outside Python for ever; unlike sleep, it does not wake up for signals."""
+    """Waits in a C library for ever. Unlike `time.sleep`, it does not react to signals."""
     mutex = ctypes.create_string_buffer(64)
     while True:
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -78,7 +78,7 @@ def sleep_in_a_library() -> NoReturn:
 
 # ---- Signals -------------------------------------------------------------------------------------
 def stop_at_step(step: str) -> None:
-    """SIGTERM at the start of a step, which ranks notice after it."""
+    """The process gets SIGTERM at the start of a step. Ranks react after this step."""
     ddp_setup.AGREEMENT_S = 0.0  # ranks agree in each step
 
     def stop(current: int, *arguments: object) -> None:
@@ -89,7 +89,7 @@ def stop_at_step(step: str) -> None:
 
 
 def stop_in_evaluation(number: str) -> None:
-    """SIGTERM at the start of an evaluation; the first one is number 1."""
+    """The process gets SIGTERM at the start of an evaluation; the first one has the number 1."""
     calls = []
 
     def stop(*arguments: object) -> None:
@@ -101,7 +101,7 @@ def stop_in_evaluation(number: str) -> None:
 
 
 def kill_at_step(step: str, rank: str) -> None:
-    """SIGKILL to a rank at the start of a step."""
+    """A rank is killed at the start of a step."""
 
     def kill(current: int, *arguments: object) -> None:
         if current == int(step) and rank == RANK:
@@ -111,7 +111,7 @@ def kill_at_step(step: str, rank: str) -> None:
 
 
 def kill_in_optimiser(rank: str) -> None:
-    """SIGKILL to a rank in its first step of the optimiser, after the ranks have agreed on it."""
+    """A rank is killed in its first step of the optimiser, after its gradients were summed."""
 
     def kill(*arguments: object) -> None:
         if rank == RANK:
@@ -121,7 +121,7 @@ def kill_in_optimiser(rank: str) -> None:
 
 
 def signal_while_loading(target: str, signal_name: str) -> None:
-    """Rank 0 sends a signal to itself (`rank`) or to its `torchrun` when it reads the tables."""
+    """When rank 0 reads the tables, it sends a signal to itself (`rank`) or its `torchrun`."""
 
     def send(config: DataConfig) -> None:
         if RANK == "0":
@@ -133,7 +133,7 @@ def signal_while_loading(target: str, signal_name: str) -> None:
 
 # ---- Hangs and exceptions ------------------------------------------------------------------------
 def hang_in_optimiser(rank: str) -> None:
-    """A rank waits outside Python for ever in its first step of the optimiser."""
+    """A rank waits in a C library for ever in its first step of the optimiser."""
 
     def hang(*arguments: object) -> None:
         if rank == RANK:
@@ -143,14 +143,14 @@ def hang_in_optimiser(rank: str) -> None:
 
 
 def give_up_after(seconds: str) -> None:
-    """A rank without progress gives up so many seconds after SIGTERM."""
+    """A rank without progress ends itself this number of seconds after SIGTERM."""
     import ddp_watchdog
 
     ddp_watchdog.SIGTERM_S = float(seconds)
 
 
 def without(module: str) -> None:
-    """A module of a part is gone."""
+    """A module of an optional part is missing."""
     parts.is_here = lambda name: name != module
 
 
@@ -165,11 +165,11 @@ def fail_in_optimiser(rank: str) -> None:
 
 
 def fail_beside_a_busy_rank() -> None:
-    """In the third batch of a list of rows, rank 0 sleeps and the others divide by zero."""
+    """When the third batch of rows is made, rank 0 sleeps and the other ranks divide by zero."""
     calls = []
 
     def fail(dataset: KnockoutDataset, rows: object) -> None:
-        if not isinstance(rows, list):  # features of pairs, which one rank computes for all
+        if not isinstance(rows, list):  # a batch for pair features, which one rank computes for all
             return
         calls.append(rows)
         if len(calls) == 3 and RANK == "0":
@@ -191,7 +191,7 @@ def slow_data(rank: str, seconds: str) -> None:
 
 
 def fail_in_profiler() -> None:
-    """Whatever makes a profiler divides by zero."""
+    """Code that creates a profiler divides by zero."""
 
     def fail(*arguments: object, **options: object) -> None:
         _ = 1 / 0
@@ -201,7 +201,7 @@ def fail_in_profiler() -> None:
 
 # ---- Numbers -------------------------------------------------------------------------------------
 def save_an_infinite_weight() -> None:
-    """A weight of every checkpoint is infinite."""
+    """Each checkpoint contains an infinite weight."""
     state_dict = run_checkpoint.TrainState.state_dict
 
     def spoiled(state: run_checkpoint.TrainState) -> dict[str, Any]:
@@ -213,9 +213,9 @@ def save_an_infinite_weight() -> None:
 
 
 def spoil_a_step_and_stop(step: str) -> None:
-    """From a step on, all losses are nan, and the process gets SIGTERM.
+    """From this step on, all losses are nan, and the process gets SIGTERM.
 
-    A file `done` in the working folder says that it has happened: then it does not happen again.
+    A file `done` in the working directory records that this has happened, so that it happens once.
     """
     loss = KnockoutTask.loss
 
@@ -233,7 +233,7 @@ def spoil_a_step_and_stop(step: str) -> None:
 
 # ---- Disks and loader processes ------------------------------------------------------------------
 def fill_disk_in_test() -> None:
-    """No file may be larger than 500 bytes from where test.tsv is written."""
+    """When test.tsv is written, files may not become larger than 500 bytes."""
 
     def fill(*arguments: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
@@ -242,7 +242,7 @@ def fill_disk_in_test() -> None:
 
 
 def fill_disk_in_prediction() -> None:
-    """No file may be larger than 500 bytes from where the first predictions are written."""
+    """From the first prediction on, files may not become larger than 500 bytes."""
 
     def fill(*arguments: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
@@ -251,17 +251,17 @@ def fill_disk_in_prediction() -> None:
 
 
 def predict_at_once(num_rows: str) -> None:
-    """So many rows are predicted, and written, at once."""
+    """predict.py predicts and writes at most this number of rows at once."""
     predictor.MOST = int(num_rows)
 
 
 def die_in_prediction() -> None:
-    """The process is killed where it would predict the first rows."""
+    """The process is killed when it starts to predict the first rows."""
     call_before(predictor.Ensemble, "predict", lambda *arguments: kill_this_process("SIGKILL"))
 
 
 def spawn_loader() -> None:
-    """Loader processes are spawned, as beside a GPU."""
+    """Processes of the DataLoader are spawned, as on a machine with a GPU."""
 
     def spawned(*arguments: object, **options: object) -> DataLoader:
         if options["num_workers"]:
@@ -272,7 +272,7 @@ def spawn_loader() -> None:
 
 
 def unsendable_batch() -> None:
-    """Batches hold a function, which a loader process cannot send."""
+    """Batches contain a function, which a process of the DataLoader cannot send."""
     make_batch = KnockoutDataset.__getitems__
 
     def with_a_function(dataset: KnockoutDataset, rows: list[int]) -> Data:
@@ -304,7 +304,7 @@ def other_groups() -> None:
 
 
 def other_optimiser() -> None:
-    """Trains with stochastic gradient descent, which counts no steps."""
+    """Trains with stochastic gradient descent, whose state does not contain a number of steps."""
 
     def build_sgd(model: nn.Module, options: OptimConfig, ddp: Any) -> torch.optim.Optimizer:
         groups = optim.parameter_groups(model, options)
@@ -314,20 +314,20 @@ def other_optimiser() -> None:
 
 
 def closed_pipe() -> None:
-    """The reader of the command's output has gone."""
+    """The program that reads the output of the command has exited."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
-    sys.stdout = os.fdopen(1, "w")  # with a buffer, whatever PYTHONUNBUFFERED says
+    sys.stdout = os.fdopen(1, "w")  # has a buffer, even if PYTHONUNBUFFERED is set
 
 
 def terminal() -> None:
-    """Shows progress as if stderr was a terminal."""
+    """stderr claims to be a terminal, so progress bars are shown."""
     sys.stderr.isatty = lambda: True
 
 
 def steps_left() -> None:
-    """Tells the time left for the run as numbers of steps."""
+    """The time left for the run is shown as a number of steps."""
 
     def progress(folder: RunFolder, step: int) -> str:
         return f"{step - folder.first_step} done, {folder.last_step - step} left"
@@ -336,7 +336,7 @@ def steps_left() -> None:
 
 
 def layer_without_gradient() -> None:
-    """The model has a layer that nothing calls."""
+    """The model has a layer that is never called."""
     build_model = KnockoutTask.build_model
 
     def build_with_layer(task: KnockoutTask) -> nn.Module:
@@ -348,7 +348,7 @@ def layer_without_gradient() -> None:
 
 
 def other_shape() -> None:
-    """The model returns two numbers for the one that the loss takes."""
+    """The model returns twice as many outputs as the loss needs."""
     from model import KnockoutGNN
 
     forward = KnockoutGNN.forward
@@ -356,7 +356,7 @@ def other_shape() -> None:
 
 
 def own_term() -> None:
-    """The model has a term of its own, which adds 0.25 to every output."""
+    """The model has a custom term, which adds 0.25 to every output."""
     from torch import nn
 
     from task import KnockoutTask
@@ -376,33 +376,33 @@ def own_term() -> None:
 
 
 def other_option_on_rank_1(option: str) -> None:
-    """Rank 1 gets another option on its command line."""
+    """Rank 1 has a different option on its command line."""
     if RANK == "1":
         sys.argv.append(option)
 
 
 def other_cuda_on_rank_1() -> None:
-    """Rank 1 has another version of CUDA."""
+    """Rank 1 reports a different version of CUDA."""
     if RANK == "1":
         torch.version.cuda = "99.9"
 
 
 def simulate_gpu() -> None:
-    """Steps are captured as on a GPU, and replayed on the CPU."""
+    """Steps are captured and replayed as on a GPU, with simulated CUDA graphs on the CPU."""
     from tests.tools import graphs
 
     graphs.simulate_gpu()
 
 
 def fake_gpu() -> None:
-    """The command runs on a GPU that is not there."""
+    """The command runs on a simulated GPU."""
     from tests.tools import fake_gpu
 
     fake_gpu.install()
 
 
 def keep_no_pair_features() -> None:
-    """The dataset computes the features of pairs with each batch."""
+    """The dataset computes pair features for each batch, because it may not keep them in memory."""
     import model_pairs
 
     model_pairs.MOST_BYTES = 0
@@ -418,7 +418,7 @@ def wait_in_optimiser() -> None:
 
 
 def kill_while_capturing(rank: str) -> None:
-    """SIGKILL to a rank that captures steps, as `simulate_gpu` lets it."""
+    """A rank is killed while it captures steps. This needs the fault `simulate_gpu`, too."""
     import model_graphs
 
     def kill(*arguments: object, **options: object) -> None:
@@ -429,7 +429,7 @@ def kill_while_capturing(rank: str) -> None:
 
 
 def wait_in_model() -> None:
-    """In training, the model waits for a value, and draws from torch's generator."""
+    """In training, the model reads a value on the host, and uses torch's random generator."""
     from model import KnockoutGNN
 
     def wait(model: nn.Module, graph: nn.Module, batch: Data) -> None:
@@ -441,12 +441,12 @@ def wait_in_model() -> None:
 
 
 def share_gpu() -> None:
-    """Ranks share a GPU over gloo, which NCCL refuses."""
+    """Several ranks share a GPU and communicate with gloo, because NCCL does not allow this."""
     properties_of = torch.cuda.get_device_properties
     join = ddp_setup.dist.init_process_group
 
     class OwnProperties:
-        """Those of a GPU, which each rank believes to have by itself."""
+        """The properties of the GPU, with a different `uuid` on each rank."""
 
         def __init__(self, device: torch.device | int | None = None):
             self.properties = properties_of(device)
@@ -460,7 +460,7 @@ def share_gpu() -> None:
 
 
 def print_plans() -> None:
-    """Prints of each batch whether it has a plan of the states that it changes."""
+    """Prints for each batch whether it has a plan of the states that its knock-outs change."""
 
     from model import KnockoutTerm
 
@@ -471,7 +471,7 @@ def print_plans() -> None:
 
 
 def disturbed_model() -> None:
-    """The model starts from other parameters: what starts at zero would hide errors."""
+    """Noise is added to the initial parameters, because terms that start at zero hide errors."""
     build_model = KnockoutTask.build_model
 
     def build_disturbed(task: KnockoutTask) -> nn.Module:
@@ -489,7 +489,7 @@ def print_fingerprints() -> None:
 
 
 def print_determinism() -> None:
-    """Each evaluation prints how torch computes, and does what has no deterministic form."""
+    """Each evaluation prints how deterministic torch is, and calls a non-deterministic operator."""
 
     def report(*arguments: object) -> None:
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))

@@ -1,4 +1,7 @@
-"""Fixtures and helpers: tiny tables, and processes that are killed when their test ends."""
+"""Fixtures and helpers of the tests: tiny tables, commands, and processes.
+
+Processes that a test has started are killed when it ends.
+"""
 
 import contextlib
 import functools
@@ -25,15 +28,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# torch does DNS look-ups, which the tests must not wait for.
+# torch looks up host names. The tests must not wait long for a DNS server that does not answer.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 DEFAULTS = "defaults.yaml"  # a file of options in the folder of a test
 SMALL = ["data.batch_size=32", "model.hidden=8", "optim.epochs=1", "log.every_steps=1"]
 ASK = [("genes",), ("Y01,Y02",), ("Y03,NOPE",), ("",), ("Y29",)]  # a table to predict
 COMMANDS = ("train.py", "predict.py", "analyse.py")
-# Tests of one process that also hold for two ranks.
+# For tests of one process that must also pass on two ranks.
 ON_ONE_AND_TWO = pytest.mark.parametrize("nproc", [0, pytest.param(2, marks=pytest.mark.slow)])
-# Functions of tests/template/faulty.py that change only modules of the template, and kill nobody.
+# Functions of tests/template/faulty.py that only change modules of the template, and that do not
+# kill a process. `call_main` can undo them.
 FAULTS_IN_PROCESS = {
     *("stop_at_step", "stop_in_evaluation", "predict_at_once", "save_an_infinite_weight"),
     *("other_optimiser", "other_groups", "own_metric", "print_plans", "steps_left"),
@@ -42,48 +46,55 @@ FAULTS_IN_PROCESS = {
 MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
 EXAMPLE_SIZE = (400, 8000, 6000, 1)  # nodes, edges, rows and scores of the example
 
-REPLACED_IN_WORKERS: set[str] = set()  # of pytest-xdist
+REPLACED_IN_WORKERS: set[str] = set()  # result of `replaced` in each worker of pytest-xdist
 
-# Imports torch once, so that the processes forked from it start at once.
+# A server that imports torch once. Processes that are forked from it start without imports.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.template.preload"])
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides the GPUs: they are few, and sums differ in their last bits."""
+    """Hides the GPUs, and prepares processes that run tests.
+
+    Tests do not use GPUs: a machine has few of them, and their sums differ in the last bits.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if runs_tests(config):
-        # Under nohup, or in the background of a script, what tests start would ignore them, too.
+        # Under nohup, or in the background of a script, the shell makes processes ignore these
+        # signals, and the processes that tests start would inherit this.
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, lambda number, frame: None)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        forkserver.ensure_running()  # it imports while the tests are collected
+        forkserver.ensure_running()  # the server imports torch while the tests are collected
 
-        # For the seconds that this takes, the process that deals out tests would keep the others
-        # waiting.
+        # This import takes seconds. It is not at the top of this file, because the process that
+        # distributes tests does not need torch, and workers would wait for it.
         import torch
 
-        # Files of tests run side by side; a command that a test calls must not take more, either.
+        # One thread, because files of tests run in parallel. Commands that tests start inherit it.
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Returns how many files `./launch.sh test` runs side by side: slow tests mostly wait."""
+    """Returns the number of files that `./launch.sh test` runs in parallel.
+
+    It is larger with slow tests, because these mostly wait.
+    """
     return 3 if config.option.all else 2
 
 
 def runs_tests(config: pytest.Config) -> bool:
-    """Returns whether this is a process of pytest-xdist that runs tests, or the only one."""
+    """Returns whether this process runs tests: a worker of pytest-xdist, or the only process."""
     return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skips tests/template/slow unless --all or a path selects it.
 
-    Where an edited template builds another model, it skips all of tests/template.
+    If a copy has replaced the tables or the model, skips all of tests/template.
     """
     is_slow = collection_path.name == "slow" and not config.option.all
     is_ours = collection_path.match("template/*.py") or collection_path.match("slow/*.py")
@@ -105,15 +116,15 @@ def pytest_terminal_summary(
 ) -> None:
     names = {replaced()} if runs_tests(config) else REPLACED_IN_WORKERS
     for name in names - {""}:
-        terminalreporter.line(f"not the template's: {name}; tests/template was left out")
+        terminalreporter.line(f"skipped tests/template, because this copy replaces {name}")
 
 
 @functools.cache
 def replaced() -> str:
-    """Returns the template's functions that an adapted copy has replaced.
+    """Returns the names of the template's functions that an adapted copy has replaced, or "".
 
-    They are known by what they make of the example. In the template itself, a model that cannot be
-    built is an error.
+    A function counts as replaced if it gives a different result for the example. In the template
+    itself, a model that cannot be built is an error.
     """
     import data
     import model
@@ -132,7 +143,7 @@ def replaced() -> str:
     try:
         built = KnockoutTask.from_tables(tables, config).build_model()
     except Exception as error:
-        if (ROOT / ".ci").is_dir():  # in the template itself, it is a mistake
+        if (ROOT / ".ci").is_dir():  # only the template itself has this folder
             raise
         return f"KnockoutTask.build_model, which raises {error!r}"
     if type(built) is not getattr(model, "KnockoutGNN", None):
@@ -141,9 +152,10 @@ def replaced() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that are marked as slow unless --all or a path selects them.
+    """Deselects tests that are marked as slow, unless --all or the path of a file selects them.
 
-    Those of a copy that start commands need a path: test_leaving_out.py runs them in copies.
+    It also deselects tests in tests/*.py that start commands, unless a path selects them:
+    test_leaving_out.py runs these in copies.
     """
     names_a_file = any(Path(word.partition("::")[0]).is_file() for word in config.args)
     if names_a_file:
@@ -160,6 +172,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclass
 class Finished:
+    """The result of a command."""
+
     returncode: int
     stdout: str
     stderr: str
@@ -171,10 +185,10 @@ class Finished:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
-    """run(command, timeout=...) runs a command in `tmp_path`; a test's processes end with it.
+    """run(command, timeout=...) runs a command in `tmp_path`; returns a `Finished`.
 
-    torchrun puts each worker in its own session, so processes are found by a marker in their
-    environment.
+    When the test ends, its processes are killed. They are found by a marker in their environment,
+    because torchrun puts each worker in its own session.
     """
     mark = f"TEST_MARK={uuid.uuid4()}"
 
@@ -196,7 +210,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
         except subprocess.TimeoutExpired:
             kill_marked(mark)
             stdout, stderr = process.communicate()
-            pytest.fail(f"not finished after {timeout} s: {command}\n{stdout}\n{stderr}")
+            pytest.fail(f"the command ran for {timeout} s: {command}\n{stdout}\n{stderr}")
         return Finished(process.returncode, stdout, stderr)
 
     yield start
@@ -204,7 +218,10 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Finished]]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Returns the environment without what makes a command part of a job, or sets its size."""
+    """Returns the environment variables, except those that make a command a part of a job.
+
+    Variables that set the number of processes or threads are also left out.
+    """
     names = {"OMP_NUM_THREADS", "GOMP_SPINCOUNT", "RANK", "WORLD_SIZE", "NPROC", "NNODES", "RDZV"}
     names |= {"RDZV_TIMEOUT", "MAX_RESTARTS", "STOP_FILE"}
     environment = {}
@@ -215,7 +232,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kills the processes that have this `NAME=value` in their environment."""
+    """Kills the processes that have the text `mark`, NAME=value, in their environment."""
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark.encode() in environ.read_bytes().split(b"\0"):
@@ -226,9 +243,9 @@ def kill_marked(mark: str) -> None:
 
 @pytest.fixture
 def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
-    """torchrun(nproc, script or -m module, *arguments) runs it under torchrun.
+    """torchrun(nproc, SCRIPT, *arguments) runs a script under torchrun.
 
-    With nproc=0, it runs under plain python.
+    `"-m", "MODULE"` can replace the script. With nproc=0, the script runs without torchrun.
     """
 
     def start(nproc: int, *arguments: str, timeout: float = 120, **env: str) -> Finished:
@@ -242,9 +259,10 @@ def torchrun(run: Callable[..., Finished]) -> Callable[..., Finished]:
 
 @pytest.fixture
 def train(command: Callable[..., Finished], tables: list[str]) -> Callable[..., Finished]:
-    """train(nproc, *overrides) runs train.py, or a `script`, on the tiny tables, as `command` does.
+    """train(nproc, *overrides) runs train.py, or a `script`, on the tiny tables.
 
-    It is one epoch of a tiny model unless overridden.
+    It uses the fixture `command`, with its options. By default, it trains a tiny model for one
+    epoch.
     """
 
     def start(
@@ -260,7 +278,7 @@ def train(command: Callable[..., Finished], tables: list[str]) -> Callable[..., 
 
 @pytest.fixture
 def predict(command: Callable[..., Finished]) -> Callable[..., Finished]:
-    """predict(nproc, table, *runs_and_overrides) runs predict.py, as `command` does."""
+    """predict(nproc, table, *runs_and_overrides) runs predict.py with the fixture `command`."""
 
     def start(nproc: int, *arguments: str, **options: Any) -> Finished:
         return command(nproc, "predict.py", *arguments, **options)
@@ -270,10 +288,10 @@ def predict(command: Callable[..., Finished]) -> Callable[..., Finished]:
 
 @pytest.fixture
 def on_fake_gpus(train: Callable[..., Finished], tmp_path: Path) -> Callable[..., str]:
-    """on_fake_gpus(nproc, *overrides) runs train.py on GPUs that are not there.
+    """on_fake_gpus(nproc, *overrides) runs train.py on simulated GPUs, one for each rank.
 
-    Each rank has its own. Returns the log of rank 0. If none can be simulated, tests are
-    skipped, but not in CI.
+    Returns the log of rank 0. If GPUs cannot be simulated here, the test is skipped, or fails in
+    CI.
     """
     from tests.tools import fake_gpu_library
 
@@ -293,13 +311,20 @@ def on_fake_gpus(train: Callable[..., Finished], tmp_path: Path) -> Callable[...
 
 @pytest.fixture
 def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
-    """command(nproc, script, *arguments) runs a script of the template on so many ranks.
+    """command(nproc, script, *arguments) runs a script of the template on `nproc` ranks.
 
-    nproc=0 calls the command's `main` in this process, if it can; with start=True, it is `python
-    script`. `fault` names functions of tests/template/faulty.py, with spaces between them. With
-    launcher=True the ranks run under a real torchrun; otherwise they are forked processes with
-    torchrun's environment variables, which start much faster. The file `DEFAULTS` has the
-    dataclasses' options, whatever config.yaml says in a copy.
+    nproc=0 means without torchrun: if possible, it calls the `main` of the command in this process.
+
+    Options:
+        fault: functions of tests/template/faulty.py, separated by spaces.
+        launcher: start the ranks with a real torchrun. By default, they are forked processes with
+            torchrun's environment variables, which start much faster.
+        start: with nproc=0, start a process, as `python SCRIPT` does.
+        timeout: largest duration in seconds.
+        Others are environment variables.
+
+    In the test's folder, the file `DEFAULTS` contains the default options of the dataclasses, which
+    config.yaml of a copy may change.
     """
     write_defaults(tmp_path)
 
@@ -333,16 +358,16 @@ def command(torchrun: Callable[..., Finished], tmp_path: Path) -> Callable[..., 
         for stream in ("stdout", "stderr"):
             files = [tmp_path / f"rank{rank}.{stream}" for rank in range(len(processes))]
             output[stream] = "".join(file.read_text() for file in files)
-        assert len(set(codes)) == 1, f"ranks exited with {codes}\n{output['stderr']}"
+        assert len(set(codes)) == 1, f"exit codes of the ranks: {codes}\n{output['stderr']}"
         return Finished(codes[0], **output)
 
     return run_script
 
 
 def call_main(script: str, arguments: Sequence[str], folder: Path, fault: str = "") -> Finished:
-    """Calls the `main` of a command in this process, with a folder as the working folder.
+    """Calls the `main` of a command in this process, with `folder` as the working directory.
 
-    Files are not flushed to the disk, for which one waits: no test takes the power away.
+    To save time, files are not flushed to the disk: no test simulates a power failure.
     """
     from tests.template import faulty
 
@@ -367,7 +392,7 @@ def call_main(script: str, arguments: Sequence[str], folder: Path, fault: str = 
 
 @contextlib.contextmanager
 def restored_modules() -> Iterator[None]:
-    """After the block, the template's modules, and their classes, have the attributes of before."""
+    """Restores the attributes of the template's modules, and of their classes, after the block."""
     owners = [sys.modules[name] for name in MODULES if name in sys.modules]
     for module in list(owners):
         for value in vars(module).values():
@@ -385,7 +410,7 @@ def restored_modules() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folders_of_trained() -> dict[tuple[str, ...], Path]:
-    """The folders in which `trained` has trained, by options."""
+    """{overrides: folder} of the runs that the fixture `trained` has made."""
     return {}
 
 
@@ -396,9 +421,9 @@ def trained(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., None]:
-    """trained(*overrides) leaves in the test's folder what `train(0, *overrides)` does.
+    """trained(*overrides) has the same result in the test's folder as `train(0, *overrides)`.
 
-    All tests that ask for the same run share one training, on the tables of the fixture `tables`.
+    Tests with the same overrides share one training, on the tables of the fixture `tables`.
     """
 
     def copy_run(*overrides: str) -> None:
@@ -417,7 +442,10 @@ def trained(
 
 @pytest.fixture
 def members(trained: Callable[..., None], tmp_path: Path) -> list[str]:
-    """Three runs, of which one has another kind of model, beside a table to predict, ask.tsv."""
+    """Paths of three runs, one of which has a different kind of model.
+
+    There is also a table to predict, ask.tsv.
+    """
     options = {
         "a": ["run.seed=1"],
         "b": ["run.seed=2"],
@@ -430,13 +458,13 @@ def members(trained: Callable[..., None], tmp_path: Path) -> list[str]:
 
 
 def write_defaults(folder: Path) -> None:
-    """Writes the options of the dataclasses into the file `DEFAULTS` of a folder."""
+    """Writes the default options of the dataclasses into the file `DEFAULTS` of a folder."""
     (folder / DEFAULTS).write_text(defaults())
 
 
 @functools.cache
 def defaults() -> str:
-    """Returns as YAML what the dataclasses have for the options that config.yaml has otherwise."""
+    """Returns YAML with the default of the dataclass for each option that config.yaml changes."""
     import yaml
 
     import config
@@ -453,9 +481,10 @@ def defaults() -> str:
 def fork(
     folder: Path, name: str, command: list[str], variables: dict[str, str], cwd: str = ""
 ) -> Any:
-    """Starts `python SCRIPT ...` in `cwd`, which is `folder` by default.
+    """Starts `python SCRIPT ...` in a forked process, and returns the process.
 
-    Writes <name>.stdout and .stderr in `folder`.
+    Its output is in NAME.stdout and NAME.stderr in `folder`. Its working directory is `cwd`, by
+    default `folder`.
     """
     process = SERVER.Process(
         target=_run_script, args=(str(folder), name, command, variables, cwd), daemon=True
@@ -474,7 +503,7 @@ def fork_ranks(
 ) -> tuple[Any, list]:
     """Starts ranks as torchrun would; returns the store and the processes.
 
-    The store must stay alive while they run.
+    The store must stay alive while the processes run.
     """
     import torch.distributed as dist
 
@@ -506,9 +535,9 @@ def launch_forked(
     cwd: str = "",
     cpu: bool = True,
 ) -> tuple[int, str]:
-    """Like `launch` in tests/tools/runs.py, without the seconds that imports take.
+    """Replaces `launch` of tests/tools/runs.py, without the seconds that imports take.
 
-    arguments[1] gets the output.
+    The output is also written to files in the folder arguments[1].
     """
     folder = Path(arguments[1])
     _store, ranks = fork_ranks(folder, world_size, script, arguments, variables, cwd)
@@ -524,7 +553,7 @@ def launch_forked(
 def workers(tmp_path: Path) -> Callable[..., None]:
     """workers(world_size, name, *arguments) runs a function of workers.py on all ranks.
 
-    None may fail.
+    The test fails if a rank fails.
     """
 
     def start(world_size: int, *arguments: str) -> None:
@@ -541,14 +570,15 @@ def _run_script(
 ) -> None:
     import torch
 
-    gc.freeze()  # what was forked is never garbage, and looking for it copies its pages
+    # Objects from before the fork are never garbage, and checking them would copy their memory.
+    gc.freeze()
     os.setsid()
     os.chdir(cwd or folder)
     for variable in ("RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(variables)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which torch has already read
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch read it before the fork
     sys.argv = command
     for parent in Path(command[0]).parents:
         if (parent / "train.py").exists() and parent != ROOT:
@@ -562,9 +592,10 @@ def _run_script(
 
 
 def import_from_copy(folder: Path) -> None:
-    """Makes this process import a copy's own modules, not those that the server has imported.
+    """Makes this process import the modules of a copy, not the modules of this template.
 
-    Nor does it find those here that the copy lacks.
+    The server has already imported the template's modules, so they are forgotten. A module that the
+    copy does not have is not found in the template either.
     """
     for module in list(sys.modules):
         if module.partition(".")[0] in (*MODULES, "tests"):
@@ -574,7 +605,10 @@ def import_from_copy(folder: Path) -> None:
 
 
 def join(processes: list, timeout: float = 120) -> list[int]:
-    """Returns the exit codes; processes that run after `timeout` seconds are killed, and fail."""
+    """Waits for processes, and returns their exit codes.
+
+    If a process still runs after `timeout` seconds, all are killed, and the test fails.
+    """
     deadline = time.monotonic() + timeout
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
@@ -582,13 +616,13 @@ def join(processes: list, timeout: float = 120) -> list[int]:
     ended = [process.exitcode for process in processes if process.exitcode is not None]
     for process in processes:
         process.kill()
-    assert not hung, f"processes {hung} did not exit, {ended} are the codes of the others"
+    assert not hung, f"did not exit within {timeout} s: {hung}; exit codes of the others: {ended}"
     return [process.exitcode for process in processes]
 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> list[str]:
-    """Overrides for two tiny tables: 30 genes in two relations, 200 samples of 1 to 3 deletions."""
+    """Options for two tiny tables: 30 genes in two relations, 200 samples with 1 to 3 deletions."""
     draw = random.Random(0)
     genes = [f"Y{i:02d}" for i in range(30)]
     edges = [
@@ -606,7 +640,7 @@ def tables(tmp_path: Path) -> list[str]:
 
 
 def copy_template(folder: Path, tests: bool = True) -> Path:
-    """Copies what a user would copy, without runs and caches, and returns the folder."""
+    """Copies the files that a user would copy, without runs and caches; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if tests:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -626,5 +660,5 @@ def write_table(path: Path, rows: list[tuple]) -> Path:
 
 @pytest.fixture
 def few_resamples(monkeypatch):
-    """Intervals of 100 resamples, in a tenth of the time."""
+    """Makes intervals use 100 bootstrap samples, which takes a tenth of the time."""
     monkeypatch.setattr("analyse_metrics.CELLS", 1)

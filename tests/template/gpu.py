@@ -1,12 +1,13 @@
-"""`python -m tests.check gpu`: what only one GPU can prove in seven minutes, several in 14.
+"""`python -m tests.check gpu`: checks that need a GPU. They take 7 minutes, with several GPUs 14.
 
-The values and the steps without waiting are those of this template's model on synthetic graphs. The
-programs' runs take the user's `--config` and options first, then what each check needs: batches of
-64 for 2 or 6 epochs, for which tables of some thousand rows are enough. Speed is measured on the
-user's tables or, if the configuration names none, on synthetic ones of the size of yeast's.
+Some checks compare values, and count waits of the host, with this template's model on synthetic
+graphs. The other checks run programs. These runs use the user's `--config` and options, and also
+the options that the check needs: batches of 64 for 2 or 6 epochs, for which tables of a few
+thousand rows are enough. Speed is measured on the user's tables. If the configuration does not
+contain tables, it is measured on synthetic tables of the size of yeast's.
 
-Here are the frame and the list of the checks; the checks themselves are in `gpu_checks` and
-`gpu_graphs`.
+This module contains the list of the checks, and the report of their results. The checks themselves
+are in `gpu_checks` and `gpu_graphs`.
 """
 
 import argparse
@@ -53,14 +54,15 @@ from tests.template.gpu_graphs import (
 )
 from train import read_config
 
-LIMIT_S = 420.0  # no check and no program starts later; those of several GPUs have as long again
-SHARING = (2, 4)  # ranks on a GPU
+# No check and no program starts after this time. Checks of several GPUs have the same time again.
+LIMIT_S = 420.0
+SHARING = (2, 4)  # numbers of ranks that share a GPU
 SUM_TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 MODEL_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 GRAPH_TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 0.1, "fp16": 0.1}
 READOUTS = ("both", "local", "global", "nodes")
 OF_YEAST = ModelConfig(hidden=64, layers=3)
-TIMED = (  # tables, model and batch size of steps
+TIMED = (  # tables, model and batch size of the steps whose speed is measured
     ("example", ModelConfig(), 128),
     ("example", ModelConfig(), 32),
     ("example", ModelConfig(readout="local"), 128),
@@ -75,7 +77,7 @@ ROUTES = (  # message passing and readout
     ("shared", "nodes"),
     ("reach", "nodes"),
 )
-OPTIONS = {  # of runs that must train
+OPTIONS = {  # options of runs that must train
     "bf16": ("optim.precision=bf16",),
     "fp16": ("optim.precision=fp16",),
     "fp64, checkpointing, accumulation and loader processes": (
@@ -86,7 +88,8 @@ OPTIONS = {  # of runs that must train
     ),
 }
 
-DDP_OPTIONS = {  # of runs on several GPUs that must train as one rank without them
+# Options of runs on several GPUs, which must give the same result as one rank without the options.
+DDP_OPTIONS = {
     "ddp.options": ("ddp.options={static_graph: true, gradient_as_bucket_view: true}",),
     "ZeRO": ("ddp.options={find_unused_parameters: true}", "optim.accumulate=2", "optim.zero=true"),
     "no CUDA graphs": ("model.cuda_graphs=false",),
@@ -95,7 +98,10 @@ FAULTS = ("a rank killed in the forward pass", "a rank hanging in data", "an ind
 
 
 def gpu(options: argparse.Namespace) -> bool:
-    """Prints OK or WRONG and a figure for each check; returns whether there are any, all OK."""
+    """Runs all checks, and prints OK or WRONG and a figure for each check.
+
+    Returns whether at least one check was run and all checks are OK.
+    """
     if not torch.cuda.is_available():
         raise UserError(
             "tests.check gpu needs a GPU, but torch finds none: run it on a machine where "
@@ -120,19 +126,19 @@ def gpu(options: argparse.Namespace) -> bool:
         if count > 1:
             several(report, runs, tables, count)
         else:
-            print("one GPU: parity, faults of a rank, SyncBatchNorm and scaling need two")
-    print(f"{report.num_right} of {report.num_right + report.num_wrong} checks are OK")
+            print("checks of parity, faults of a rank, SyncBatchNorm and scaling need two GPUs")
+    num_checks = report.num_right + report.num_wrong
+    print(f"checks that are OK: {report.num_right} of {num_checks}")
     return report.num_right > 0 and report.num_wrong == 0
 
 
 class Report:
-    """Runs the checks whose name contains `only`, and prints a line for each.
-
-    Counts those that are right and wrong.
+    """Runs the checks whose name contains `only`, prints a line for each, and counts the results.
 
     Args:
-        longest_s: seconds that a program may take at most.
-        limit_s: seconds after which no check and no program starts.
+        only: part of the names of the checks to run.
+        longest_s: largest number of seconds that a program may take.
+        limit_s: number of seconds after which no check and no program starts.
     """
 
     def __init__(self, only: str = "", longest_s: float = LIMIT_S, limit_s: float = LIMIT_S):
@@ -146,11 +152,14 @@ class Report:
     def check(
         self, name: str, function: Callable[..., tuple[bool, str]], *arguments: object
     ) -> None:
-        """Prints what `function` returns, if all is well and a figure; an exception is WRONG."""
+        """Calls `function`, and prints its result: whether the check is OK, and a figure.
+
+        If the function raises an exception, the check is WRONG.
+        """
         if self.only not in name:
             return
         try:
-            self.timeout()  # which raises if it is too late
+            self.timeout()  # raises if it is too late to start
             is_right, figure = function(*arguments)
         except Exception as error:
             is_right = False
@@ -164,19 +173,19 @@ class Report:
         print(f"{verdict:6s} {name:66s} {figure}  [{seconds:.0f} s]", flush=True)
 
     def timeout(self) -> float:
-        """Returns the seconds that a program may take, 60 at least.
+        """Returns the number of seconds that a program may take, at least 60.
 
-        Raises `TimeoutError` if it is too late for one.
+        Raises `TimeoutError` if it is too late to start a program.
         """
         left = self.limit_s - (time.monotonic() - self.start)
         if left <= 0:
-            raise TimeoutError(f"not reached within {self.limit_s:.0f} s")
+            raise TimeoutError(f"the checks before took more than {self.limit_s:.0f} s")
         return min(self.longest_s, max(60.0, left))
 
 
 # ---- Steps as CUDA graphs ------------------------------------------------------------------------
 def graphs(report: Report, device: torch.device, folder: Path) -> None:
-    """Steps by graphs and by hand, by readout, precision and loss; and what does without."""
+    """Checks that captured steps equal eager steps, and that impossible captures are refused."""
     for readout, (precision, tolerance) in product(READOUTS, GRAPH_TOLERANCES.items()):
         model = ModelConfig(readout=readout)
         name = f"graphs, readout={readout}, {precision}"
@@ -201,7 +210,7 @@ def graphs(report: Report, device: torch.device, folder: Path) -> None:
 
 
 def speeds(report: Report, device: torch.device, folder: Path) -> None:
-    """Steps a second with and without graphs, and predictions a second."""
+    """Measures steps per second with and without CUDA graphs, and predictions per second."""
     for tables, model, batch_size in TIMED:
         name = f"steps by graphs, {tables}, readout={model.readout}, {batch_size} samples"
         report.check(name, steps_by_graphs, device, tables, model, batch_size, folder)
@@ -211,7 +220,7 @@ def speeds(report: Report, device: torch.device, folder: Path) -> None:
 
 # ---- Values, and waiting -------------------------------------------------------------------------
 def products(report: Report, device: torch.device, preset: str) -> None:
-    """The sums over neighbours by precision, and the deterministic ones."""
+    """Checks the sums over neighbours in each precision, and the deterministic sums."""
     sums = Products(preset)
     for precision, tolerance in SUM_TOLERANCES.items():
         name = f"sums over neighbours, {preset}, {precision}"
@@ -221,23 +230,24 @@ def products(report: Report, device: torch.device, preset: str) -> None:
 
 
 def models(report: Report, device: torch.device, folder: Path) -> None:
-    """The whole model by route, readout and precision."""
+    """Checks the complete model for each route, readout and precision."""
     for route, readout in ROUTES:
         model = WholeModel(route, readout, folder)
         for precision, tolerance in MODEL_TOLERANCES.items():
             if (route, readout, precision) == ("shared", "nodes", "bf16"):
-                tolerance = 0.3  # a node's small change is the difference of two rounded passes
+                # The small change of a node is the difference of two rounded states.
+                tolerance = 0.3
             name = f"model, {route}, readout={readout}, {precision}"
             report.check(name, model.agrees, device, precision, tolerance)
 
 
 def draws(report: Report, device: torch.device) -> None:
-    """The random numbers of a step, which must have the same bits on any device."""
+    """Checks that the random numbers of a step have the same bits on the GPU and the CPU."""
     report.check("random numbers, the same bits as the CPU's", same_draws, device)
 
 
 def steps(report: Report, device: torch.device, folder: Path) -> None:
-    """Ten training steps in CUDA's synchronisation debug mode, which raises if the host waits."""
+    """Makes ten training steps in CUDA's synchronisation debug mode, in which waiting raises."""
     for precision, checkpointing, route in product(
         ("fp32", "bf16", "fp16"), (False, True), ("shared", "reach")
     ):
@@ -248,13 +258,13 @@ def steps(report: Report, device: torch.device, folder: Path) -> None:
 
 
 def failed_captures(report: Report, device: torch.device, folder: Path) -> None:
-    """Steps after a failed capture, behind which torch before 2.13 captures nothing."""
+    """Checks steps after a failed capture. After it, torch before 2.13 cannot capture anything."""
     report.check("graphs, an optimiser's part that waits", failed_update, device, folder)
 
 
 # ---- Programs ------------------------------------------------------------------------------------
 def programs(report: Report, runs: Runs, tables: SpeedTables) -> None:
-    """Graphs, the preflight check, stopping and resuming, training by option, the speed."""
+    """Runs programs: steps without CUDA graphs, the preflight check, resuming, options, speed."""
     report.check("a model that cannot be captured", uncaptured, runs)
     report.check("a profiled run", profiled, runs)
     for nproc in SHARING:
@@ -274,7 +284,7 @@ def programs(report: Report, runs: Runs, tables: SpeedTables) -> None:
 
 
 def several(report: Report, runs: Runs, tables: SpeedTables, count: int) -> None:
-    """What needs two GPUs: equal results on any number, faults, SyncBatchNorm, scaling."""
+    """Runs checks that need two GPUs: equal results, faults of a rank, SyncBatchNorm, scaling."""
     report.limit_s += LIMIT_S
     report.check(f"preflight with NCCL on {count} GPUs", preflight, runs, count)
     report.check("parity on 1 and 2 GPUs", parity_on_gpus, runs)

@@ -1,7 +1,7 @@
-"""The checks of `python -m tests.check gpu`: each returns whether all is well, and a figure.
+"""The checks of `python -m tests.check gpu`. Each returns whether it is OK, and a text.
 
-Some compare what this template's model computes on a GPU with the CPU in float64, on synthetic
-graphs; the others run the template's programs, and look at how they end.
+Some checks compare results of this template's model on a GPU with results on the CPU in float64, on
+synthetic graphs. The other checks run the template's programs, and test how the programs exit.
 """
 
 import argparse
@@ -42,16 +42,17 @@ from tests.tools.parity import parity
 from tests.tools.runs import ROOT, difference, read_metrics
 from train import Meter, StepParts, autocast, train_step, update_parameters
 
-NUM_SAMPLES = 16  # of a batch
-NUM_STEPS = 10  # that must not wait
+NUM_SAMPLES = 16  # number of samples in a batch
+NUM_STEPS = 10  # number of steps in which the host must not wait
 SMALL = ("data.batch_size=64", "optim.epochs=2", "log.every_steps=1", "checkpoint.every_steps=20")
 YEAST = ("model.hidden=64", "model.layers=3")
-MOST_COLUMNS = 2**21  # of states in a product, which a block of samples of a small graph has
+# Largest number of columns of states in a product, for a block of samples of a small graph.
+MOST_COLUMNS = 2**21
 
 
 # ---- Sums over neighbours ------------------------------------------------------------------------
 def distance(ours: list[Tensor], reference: list[Tensor]) -> float:
-    """Returns the largest relative difference of a tensor."""
+    """Returns the largest relative difference between a tensor and its reference."""
     errors = []
     for value, expected in zip(ours, reference, strict=True):
         difference = value.double().cpu() - expected
@@ -61,19 +62,22 @@ def distance(ours: list[Tensor], reference: list[Tensor]) -> float:
 
 @cache
 def host_graph(preset: str) -> SharedGraph:
-    """Returns the preset's graph on the CPU; use a copy, as `to` moves it."""
+    """Returns the graph of a preset on the CPU. Copy it before you call `to`, which moves it."""
     return SharedGraph(build_graph(preset))
 
 
 class Products:
-    """`SharedGraph.propagate`, its gradients, deterministic products: all against float64, CPU."""
+    """Compares `SharedGraph.propagate`, its gradients and the deterministic product with float64.
+
+    The reference in float64 is computed on the CPU.
+    """
 
     def __init__(self, preset: str):
         self.preset = preset
 
     @cached_property
     def inputs(self) -> list[Tensor]:
-        """The states, the gates and the gradient of the result, float64."""
+        """The states, the gates and the gradient of the result, in float64."""
         host = host_graph(self.preset)
         size = (host.num_nodes, 2, 64)
         gates = (len(host.relations), 64)
@@ -81,7 +85,7 @@ class Products:
         return [torch.randn(shape, generator=generator).double() for shape in (size, gates, size)]
 
     def results(self, graph: SharedGraph) -> list[Tensor]:
-        """Returns the sums and the gradients of states and gates, in the graph's dtype."""
+        """Returns the sums, and the gradients of states and gates, in the graph's dtype."""
         dtype = graph.edge_weight.dtype
         x, gate, upstream = (value.to(graph.device, dtype) for value in self.inputs)
         inputs = [x.requires_grad_(), gate.requires_grad_()]
@@ -115,7 +119,7 @@ class Products:
 
 
 def most_columns(device: torch.device) -> tuple[bool, str]:
-    """The sparse product of as many dense columns as there ever are, against a dense product."""
+    """Compares a sparse product of the largest number of columns with a dense product."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.rand(100, 100, generator=generator)
     weight *= torch.rand(100, 100, generator=generator) < 0.1
@@ -127,9 +131,9 @@ def most_columns(device: torch.device) -> tuple[bool, str]:
     return error <= 1e-5, f"relative error {error:.1e}"
 
 
-# ---- The whole model, and its steps --------------------------------------------------------------
+# ---- The complete model, and its steps -----------------------------------------------------------
 def small_tables(readout: str) -> Tables:
-    """Returns 200 samples of the preset small; for the readout nodes, with scores of 50 nodes."""
+    """Returns 200 samples of the preset small. For readout=nodes, they have scores of 50 nodes."""
     tables = synthetic_tables(replace(PRESETS["small"], num_samples=200))
     tables.split = random_split(tables, DataConfig())
     if readout == "nodes":
@@ -154,21 +158,24 @@ def small_task(
 
 
 def first_batch(task: KnockoutTask) -> Data:
-    """Returns a batch of training rows, on the CPU."""
+    """Returns a batch of `NUM_SAMPLES` training rows, on the CPU."""
     batch = task.dataset.__getitems__(task.rows("train")[:NUM_SAMPLES])
     batch.seed = torch.tensor(0)
     return batch
 
 
 def rank_on(device: torch.device) -> Distributed:
-    """Returns the only rank of a run on a device."""
+    """Returns the `Distributed` of a run with one rank, on a device."""
     ddp = Distributed(DDPConfig())
     ddp.device = device
     return ddp
 
 
 class WholeModel:
-    """Predictions and gradients of our model on the preset small against float64 on the CPU."""
+    """Compares predictions and gradients of the template's model with float64 on the CPU.
+
+    The tables are `small_tables`.
+    """
 
     def __init__(self, route: str, readout: str, folder: Path):
         self.options = ModelConfig(dropout=0.0, message_passing=route, readout=readout)
@@ -182,7 +189,8 @@ class WholeModel:
         torch.manual_seed(0)
         model = self.task(torch.device("cpu"), "fp64").build_model()
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)  # parts that start at zero would hide errors
+            # Parameters that start at zero would hide errors.
+            torch.nn.init.normal_(parameter, std=0.3)
         return model.double()
 
     def results(self, device: torch.device, precision: str) -> list[Tensor]:
@@ -230,10 +238,11 @@ def ten_steps(
     steps = StepParts(model, task.dataset, update_parameters)
     meter = Meter(task, ddp)
     batch = first_batch(task)
-    weight = batch.weight.double().sum(dim=0)  # of each score
+    weight = batch.weight.double().sum(dim=0)  # total weight of each score
     if device.type == "cuda":
         batch = batch.pin_memory()
-    batches = (copy.copy(batch) for _ in range(NUM_STEPS))  # as `to` moves a batch in place
+    # Each step gets a copy, because `to` moves a batch in place.
+    batches = (copy.copy(batch) for _ in range(NUM_STEPS))
     with no_waiting(device):
         for _ in range(NUM_STEPS):
             norm_and_scale = train_step(task, state, steps, batches, NUM_SAMPLES, meter, ddp)
@@ -245,7 +254,7 @@ def ten_steps(
 
 @contextlib.contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
-    """Makes whatever waits for a GPU raise."""
+    """In the block, each operation that makes the host wait for a GPU raises an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         if device.type == "cuda":
@@ -271,7 +280,7 @@ def torchrun(nproc: int, timeout: float, *arguments: str, **variables: str) -> t
         process = subprocess.Popen(
             command,
             env=environment,
-            stdout=output,  # no pipe, which would last until the last worker is gone
+            stdout=output,  # not a pipe, which would stay open until the last worker exits
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -286,7 +295,7 @@ def torchrun(nproc: int, timeout: float, *arguments: str, **variables: str) -> t
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends torchrun, if it still runs."""
+    """Ends torchrun if it is still running."""
     if process.poll() is None:
         process.terminate()  # torchrun stops its workers, which have their own sessions
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -296,12 +305,19 @@ def end(process: subprocess.Popen) -> None:
 
 
 def last_words(output: str, length: int = 300) -> str:
-    """Returns the end of an output, on one line."""
+    """Returns the last `length` characters of an output, on one line."""
     return " ".join(output.split())[-length:]
 
 
 def ended(folder: Path, status: int, output: str, state: str = "finished") -> str:
-    """Returns what is wrong with the end of a run, or ""."""
+    """Returns a message if a run has not ended in the expected state, otherwise "".
+
+    Args:
+        folder: folder of the run.
+        status: exit status of its program.
+        output: output of its program.
+        state: expected state in status.json.
+    """
     path = folder / "status.json"
     found = json.loads(path.read_text())["state"] if path.exists() else "none"
     if status == 0 and found == state:
@@ -310,7 +326,7 @@ def ended(folder: Path, status: int, output: str, state: str = "finished") -> st
 
 
 def speed(folder: Path) -> str:
-    """Returns the median speed and the memory of a run's later training rows."""
+    """Returns a text with speed and memory of a run, from the second half of its training rows."""
     rows = read_metrics(folder, "train")
     rows = rows[len(rows) // 2 :]
     step_ms = sorted(row["step_ms"] for row in rows)[len(rows) // 2]
@@ -321,7 +337,7 @@ def speed(folder: Path) -> str:
 
 
 def stop_after(folder: Path, steps: int, seconds: float = 1e9) -> None:
-    """Asks a run to stop, from a thread, after so many steps or so many seconds of training."""
+    """Starts a thread that stops a run after a number of steps or of seconds of training."""
 
     def watch() -> None:
         start = None
@@ -339,10 +355,13 @@ def stop_after(folder: Path, steps: int, seconds: float = 1e9) -> None:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of the template's programs in `folder`.
+    """Runs the template's programs.
 
-    Those of train.py take the user's options, `arguments`, first. `timeout` returns the seconds
-    that a program may take, or raises if it is too late for one.
+    Args:
+        timeout: a function that returns the number of seconds that a program may take, or raises an
+            error if it is too late to start a program.
+        folder: folder for the runs.
+        arguments: the user's options, the first options of each run of train.py.
     """
 
     timeout: Callable[[], float]
@@ -360,7 +379,10 @@ class Runs:
         state: str = "finished",
         faults: tuple[str, ...] = (),
     ) -> str:
-        """Returns what is wrong with the end of the run, or ""; `faults` are of faulty.py."""
+        """Runs train.py, and returns a message if it has not ended in `state`, otherwise "".
+
+        `faults` are the names of faults in faulty.py.
+        """
         script = (f"{ROOT}/train.py",)
         if faults:
             script = (f"{ROOT}/tests/template/faulty.py", *faults, "--", "train.py")
@@ -369,16 +391,16 @@ class Runs:
         return ended(self.folder / name, status, output, state)
 
     def note_on_graphs(self, name: str) -> str:
-        """Returns what the log of a run says of CUDA graphs, or ""."""
+        """Returns the note on CUDA graphs in the log of a run, or "" if there is none."""
         log = (self.folder / name / "log.rank0.txt").read_text()
         notes = re.findall(r"parameters; .*; (.*CUDA graphs.*)", log)
         return notes[-1] if notes else ""
 
 
 class SpeedTables:
-    """The tables that speed is measured on: the user's, or the preset yeast's if there are none.
+    """The tables on which speed is measured.
 
-    They are those that `config` names.
+    They are the tables in `config`, or, if it does not contain any, the tables of the preset yeast.
     """
 
     def __init__(self, config: DataConfig, folder: Path):
@@ -389,9 +411,9 @@ class SpeedTables:
 
     @cached_property
     def options(self) -> list[str]:
-        """The options of train.py; yeast's tables are written when they are first needed."""
+        """The options of train.py for these tables. The first use writes the tables of yeast."""
         if self.are_own:
-            return ["optim.epochs=100000", "optim.patience=0"]  # until it is stopped
+            return ["optim.epochs=100000", "optim.patience=0"]  # train until the run is stopped
         return [*write(synthetic_tables(PRESETS["yeast"]), self.folder), *YEAST]
 
 
@@ -411,7 +433,7 @@ def two_ranks(runs: Runs) -> tuple[bool, str]:
 
 
 def training(runs: Runs, name: str, options: tuple[str, ...]) -> tuple[bool, str]:
-    """A run whose model must not be much worse than the baseline that it starts from."""
+    """Checks that a trained model is not much worse than the baseline, from which it starts."""
     problem = runs.train(name, *SMALL, *options)
     if problem:
         return False, problem
@@ -421,8 +443,8 @@ def training(runs: Runs, name: str, options: tuple[str, ...]) -> tuple[bool, str
 
 
 def resuming(runs: Runs, suffix: str, options: tuple[str, ...], nproc: int = 1) -> tuple[bool, str]:
-    """A stopped and resumed run must end with the bits of an undisturbed one."""
-    long_enough = "optim.epochs=6"  # to be stopped
+    """Checks that a stopped and resumed run ends with the same bits as an undisturbed run."""
+    long_enough = "optim.epochs=6"  # long enough to stop the run
     options = (*SMALL, long_enough, "run.deterministic=true", *options)
     whole = runs.folder / f"whole{suffix}"
     parts = runs.folder / f"parts{suffix}"
@@ -442,9 +464,9 @@ def resuming(runs: Runs, suffix: str, options: tuple[str, ...], nproc: int = 1) 
 def training_speed(
     runs: Runs, tables: SpeedTables, name: str, nproc: int, options: tuple[str, ...]
 ) -> tuple[bool, str]:
-    """The speed of a run that is stopped after 10 seconds.
+    """Measures the speed of a run, which is stopped after 10 seconds.
 
-    Each rank takes as many samples, whatever their number.
+    Each rank has the same number of samples for any number of ranks.
     """
     batch_size = f"data.batch_size={tables.batch_size * nproc}"
     options = (*tables.options, batch_size, "log.every_steps=10", *options)

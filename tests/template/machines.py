@@ -1,4 +1,7 @@
-"""Two machines on one: network namespaces joined by a virtual cable; needs root and iproute2."""
+"""Simulates two machines by network namespaces that a virtual cable connects.
+
+This needs root and iproute2.
+"""
 
 import contextlib
 import os
@@ -11,7 +14,7 @@ ADDRESSES = {"alpha": "192.168.77.1", "beta": "192.168.77.2"}
 
 
 def ip(*arguments: str) -> None:
-    """Runs the command `ip`; raises `RuntimeError` if it fails or is missing."""
+    """Runs the command `ip`. Raises `RuntimeError` if it fails or is missing."""
     try:
         subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -20,19 +23,19 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[dict[str, str]]:
-    """Yields the namespaces of `alpha` and `beta`.
+    """Yields the names of the namespaces of the machines `alpha` and `beta`.
 
-    Each resolves its own name to 127.0.1.1, as on Debian. The cable's end in each is the interface
-    `cable`.
+    Each machine resolves its own name to 127.0.1.1, as on Debian. In each, the network interface
+    `cable` is one end of the cable.
 
     Raises:
-        RuntimeError: There are no network namespaces here.
+        RuntimeError: this machine does not support network namespaces.
     """
     spaces = {name: f"{name}-{os.getpid()}" for name in ADDRESSES}
     try:
         for name, other in (("alpha", "beta"), ("beta", "alpha")):
             ip("netns", "add", spaces[name])
-            files = Path("/etc/netns", spaces[name])  # what `ip netns exec` shows as /etc
+            files = Path("/etc/netns", spaces[name])  # `ip netns exec` mounts these files in /etc
             files.mkdir(parents=True)
             (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")
             hosts = f"127.0.0.1 localhost\n127.0.1.1 {name}\n{ADDRESSES[other]} {other}\n"
@@ -51,12 +54,13 @@ def two_machines() -> Iterator[dict[str, str]]:
                 ["ip", "netns", "del", space], capture_output=True, timeout=30, check=False
             )
             shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is missing, or has files of other namespaces
+        # The folder may be missing, or may have files of other namespaces.
+        with contextlib.suppress(OSError):
             Path("/etc/netns").rmdir()
 
 
 def connect(spaces: dict[str, str]) -> None:
-    """Plugs the cable in, at first or after `ip link set cable down` in a namespace."""
+    """Connects the cable, initially or after `ip link set cable down` in a namespace."""
     for space in spaces.values():
         ip("-n", space, "link", "set", "cable", "up")
         ip("-n", space, "route", "replace", "default", "dev", "cable")

@@ -27,18 +27,19 @@ from tests.template.parts_list import PARTS, Part, num_lines  # noqa: E402
 PATTERNS = ("*.py", "*.yaml", "*.toml", "requirements*.txt", "launch.sh", "LICENSE", ".gitignore")
 PATTERNS += (".gitattributes", ".github/workflows/*.yml")
 PATTERNS += ("example/*", "docs/**/*", "tests/*.py", "tests/tools/*")
-STAYS = {"measured.md"}  # what was measured of the template
-# In launch.sh, the command of this module: its line of the usage, its call, its function.
+STAYS = {"measured.md"}  # pages that are not copied, because they only concern the template
+# Matches everything that launch.sh has for this command: a line of its usage, a call, a function.
 COMMAND = r"^(#   \./launch\.sh copy .*|.* make_copy .*|make_copy\(\) \{[^}]*\n\}\n)\n"
 USAGE = "./launch.sh copy DIR [--without PART,...], or --without all"
-EDITED = {  # what a copy's owner changes first
-    "config.yaml": "every option, with a comment",
-    "task.py": "tables, graph, model and metrics of a run",
-    "model.py": "the network: layers, readouts, the pass over all nodes",
-    "losses.py": "the meaning of the network's output: losses, columns of predictions",
-    "data.py": "from tables to batches: splits, dataset",
+# The files that owners of a copy usually edit first, and what they change by that.
+EDITED = {
+    "config.yaml": "the options; each has a comment",
+    "task.py": "the tables, graph, model and metrics of a run",
+    "model.py": "the network: its layers, readouts and forward pass",
+    "losses.py": "the losses, and how outputs of the network become predictions",
+    "data.py": "the splits, and the dataset, which builds batches from tables",
     "metrics.py": "the metrics; the first one chooses the best model",
-    "optim.py": "optimiser, parameter groups, learning-rate schedule",
+    "optim.py": "the optimiser, parameter groups and learning-rate schedule",
 }
 
 
@@ -56,7 +57,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """Returns the folder to make, and the names of parts that are left out."""
+    """Returns the folder to create, and the names of the parts to leave out.
+
+    Raises `UserError` if there is not exactly one folder, or for an unknown option.
+    """
     words = [word for word in arguments if not word.startswith("--without=")]
     names = [word.partition("=")[2] for word in arguments if word not in words]
     if "--without" in words[:-1]:
@@ -69,7 +73,10 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def left_out(names: Sequence[str]) -> list[Part]:
-    """Returns the parts of these names, all of the code for "all"; raises `UserError`."""
+    """Returns the parts with these names. The name "all" means all parts except the checks.
+
+    Raises `UserError` for an unknown name.
+    """
     by_name = {part.name: part for part in PARTS}
     unknown = [name for name in names if name and name not in {*by_name, "all"}]
     if unknown:
@@ -78,9 +85,12 @@ def left_out(names: Sequence[str]) -> list[Part]:
 
 
 def copy(folder: Path, without: Sequence[Part]) -> None:
-    """Makes the copy, whole or not at all, and prints what it has."""
+    """Creates the copy, and prints its parts and sizes.
+
+    If this fails, no files are left behind. Raises `UserError` if the folder is not suitable.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} already exists: choose a new folder, or an empty one")
+        raise UserError(f"{folder} already exists: choose a new or an empty folder")
     if not folder.parent.is_dir():
         raise UserError(f"there is no folder {folder.parent}: create it first")
     gone = {file for part in without for file in part.files}
@@ -90,7 +100,7 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         for path in files_of_copy(gone):
             target = partial / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)  # which one may write, also where a template is not
+            shutil.copyfile(path, target)  # without permissions: a template may be read-only
         for workflow in partial.glob(".github/workflows/*.yml"):
             workflow.write_text(workflow.read_text().replace(".ci/run", "./launch.sh test"))
         launcher = partial / "launch.sh"
@@ -112,18 +122,22 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         raise
     report(folder, parts)
     if has_branches:
-        print("git       branch template is the unchanged copy, branch main is for your changes")
+        print(
+            "git       the branch template is the unchanged copy, the branch main is for your "
+            "changes"
+        )
     if python is not None:
         print(
-            f"python    .venv is a link to {python}; if you delete the link, ./launch.sh creates a "
-            "new environment"
+            f"python    .venv is a link to {python}; if you delete this link, ./launch.sh creates "
+            "a new environment"
         )
 
 
 def environment() -> Path | None:
-    """Returns the environment with the packages: the active one, or else the template's.
+    """Returns the folder of the environment with the packages, to which .venv will be a link.
 
-    A Python outside of any has none, and is found without.
+    This is the active environment or, if that does not have the packages, the template's. If there
+    is neither, it returns None.
     """
     active = Path(sys.prefix)
     is_environment = (active / "pyvenv.cfg").exists() or (active / "conda-meta").is_dir()
@@ -134,21 +148,24 @@ def environment() -> Path | None:
 
 
 def files_of_copy(gone: set[str]) -> list[Path]:
-    """Returns the files to copy, given the names of those that are left out."""
+    """Returns the paths of the files to copy, given the names of files to leave out.
+
+    Leaving out a module also leaves out its tests.
+    """
     paths = []
     for pattern in PATTERNS:
         paths += [path for path in ROOT.glob(pattern) if path.is_file()]
     left = []
     for path in sorted(paths):
         name = path.relative_to(ROOT).as_posix()
-        tested = path.name.removeprefix("test_")  # the tests of a module are test_<module>.py
+        tested = path.name.removeprefix("test_")  # test_<module>.py has the tests of a module
         if not gone & {name, str(Path(name).parent), tested} and path.name not in STAYS:
             left.append(path)
     return left
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """Returns what git prints in a folder, None if it fails or is not at hand."""
+    """Returns the output of a git command in a folder, None if it fails or git is missing."""
     outside_hooks = ["env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "-u", "GIT_INDEX_FILE"]
     command = [*outside_hooks, "git", "-C", str(folder), *words]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -156,7 +173,7 @@ def git(folder: Path, *words: str) -> str | None:
 
 
 def origin_of_copy() -> str:
-    """Returns the commit that is copied, such as "template abc1234 of 2026-01-31"."""
+    """Returns a text about the commit that is copied, such as "template abc1234 of 2026-01-31"."""
     commit = git(ROOT, "log", "-1", "--date=short", "--format=%h of %cd")
     if commit is None or not (ROOT / ".git").exists():
         return "template without git, of an unknown commit"
@@ -165,9 +182,10 @@ def origin_of_copy() -> str:
 
 
 def make_repository(folder: Path, message: str) -> bool:
-    """Returns whether the folder has become a first commit, of branches `template` and `main`.
+    """Makes the folder a git repository with one commit, on the branches `template` and `main`.
 
-    It has not if it lies in a repository, or if git is not at hand.
+    Returns whether this was done. It is not done if the folder is in a repository, or if git is
+    missing. `message` is the message of the commit.
     """
     if git(folder, "rev-parse", "--git-dir") is not None:
         return False
@@ -180,7 +198,10 @@ def make_repository(folder: Path, message: str) -> bool:
 
 
 def page_of_copy(page: Path, origin: str) -> str:
-    """Returns a page with its origin below the title; links to what is not here become words."""
+    """Returns the text of a page, with its origin below the title.
+
+    Links to files that the copy does not have are replaced by their texts.
+    """
     text = page.read_text()
     for link, words, file in re.findall(r"(\[([^]]+)\]\((?!https?:)([^)#\s]+)[^)]*\))", text):
         if not (page.parent / file).exists():
@@ -190,9 +211,9 @@ def page_of_copy(page: Path, origin: str) -> str:
 
 
 def switch_off(path: Path, without: Sequence[Part]) -> None:
-    """Sets the options that ask for parts that are left out, in a file of options.
+    """Turns off the options of the parts that are left out, in a copy's config.yaml.
 
-    Their comments name what is left to choose from.
+    Their comments then only list the values that the copy supports.
     """
     lines = path.read_text().splitlines()
     section = ""
@@ -217,12 +238,19 @@ def switch_off(path: Path, without: Sequence[Part]) -> None:
 
 
 def off_value(part: Part) -> str:
-    """Returns the value that a part's option has without the part, as in a file of options."""
+    """Returns the value of a part's option without the part, as it is written in config.yaml."""
     return part.off or '""'
 
 
 def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
-    """Returns the README of a copy that lies in a folder, has these parts and is of this commit."""
+    """Returns the text of the README of a copy.
+
+    Args:
+        name: title of the README.
+        folder: folder of the copy, which already has all other files.
+        parts: parts that the copy has.
+        origin: the text of `origin_of_copy`.
+    """
     edited = [f"| `{file}` | {text} |" for file, text in EDITED.items() if (folder / file).exists()]
     checks = []
     of_parts = []
@@ -236,26 +264,28 @@ def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
         f"# {name}",
         "",
         "An experiment in graph learning on knock-outs. All samples share one large graph. Each",
-        "sample knocks out a few nodes, and a graph network learns to predict the measured effect.",
+        "sample knocks out a few nodes, and a graph network learns to predict the measured score.",
         "",
         "```bash",
         "./launch.sh         # train on the tables of config.yaml",
         "./launch.sh test    # run the tests, which are valid for any model, loss and tables",
-        "torchrun --standalone --nproc_per_node=4 train.py     # train with one process per GPU",
+        "torchrun --standalone --nproc_per_node=4 train.py     # train with four processes",
         *checks,
         "```",
         "",
         "## What to edit",
         "",
-        "| edit | for |",
+        "| file | what you change there |",
         "|---|---|",
         *edited,
         "",
     ]
     if parts:
         lines += [
-            "To remove a part, delete its files and set its option to the value in the last",
-            "column. No other line has to change.",
+            "## Optional parts",
+            "",
+            "To remove a part, delete its files, and set its option to the value in the last",
+            "column. You do not need to change any other line.",
             "",
             "| part | files | option without the part |",
             "|---|---|---|",
@@ -264,6 +294,8 @@ def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
         ]
     without = [part.name for part in PARTS if part not in parts]
     lines += [
+        "## Origin",
+        "",
         f"From {origin}. Parts that are left out: {','.join(without) or 'none'}.",
         "The documentation is in [docs](docs). To upgrade to a newer version of the template, see",
         "[adapting](docs/adapting.md#upgrade).",
@@ -273,7 +305,7 @@ def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
 
 
 def report(folder: Path, parts: Sequence[Part]) -> None:
-    """Prints the parts of a copy, and what its owner has in all."""
+    """Prints the parts of a copy, and its numbers of modules, tests and lines."""
     for part in parts:
         print(f"part      {part.name}: {part.num_lines(folder):,} lines")
     of_parts = {file for part in PARTS for file in part.files}
@@ -283,7 +315,10 @@ def report(folder: Path, parts: Sequence[Part]) -> None:
     print(f"core      {len(core)} modules, {num_lines(core):,} lines")
     print(f"all       {len(modules)} modules, {num_lines(modules):,} lines")
     print(f"tests     {len(tests)} files, {num_lines(tests):,} lines")
-    print(f"created   {folder}: run ./launch.sh there to train, and ./launch.sh test to test")
+    print(
+        f"created   {folder}: in this folder, run ./launch.sh to train, and ./launch.sh test to "
+        "run the tests"
+    )
 
 
 if __name__ == "__main__":

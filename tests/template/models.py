@@ -1,4 +1,4 @@
-"""A model with all of its terms, without a task."""
+"""Functions that build a model with all of its terms without a task."""
 
 from torch import Tensor
 
@@ -22,10 +22,11 @@ def full_model(
     pairs: Tensor | None = None,
     num_columns: int = 1,
 ) -> KnockoutGNN:
-    """Returns the model that `KnockoutTask.build_model` gives, which starts from the mean.
+    """Returns the same model as `KnockoutTask.build_model`, but one that starts from the mean.
 
-    `pairs` are `units_of_pairs`; without, there are no features of pairs. `target_nodes`, long [T],
-    are for the readout `nodes`.
+    Args:
+        target_nodes: node of each target, long [T], for the readout `nodes`.
+        pairs: result of `units_of_pairs`. None: the model does not read pair features.
     """
     model = KnockoutGNN(config, num_nodes, num_relations, num_features, 0.0, basis, num_columns)
     terms = model.terms
@@ -47,7 +48,7 @@ def full_model(
 
 
 def model_of_tables(config: ModelConfig, tables: Tables, baseline: Baseline) -> KnockoutGNN:
-    """Returns the model of tables without features that starts from a baseline."""
+    """Returns a model that starts from a baseline, for tables without node features."""
     sizes = (len(tables.genes), len(tables.relations), 0, len(tables.targets))
     model = full_model(config, *sizes, basis=baseline.basis)
     model.terms["without_graph"].readout.start_from(baseline, *training_mean_and_std(tables))

@@ -1,7 +1,9 @@
-"""What the program must compute, once more, from docs/tables.md: dense numpy and plain loops.
+"""An independent implementation of docs/tables.md, with dense numpy arrays and plain loops.
 
-It shares nothing with the program but the penalties that the baseline chooses from.
-Shapes: N nodes, n rows of T scores, R relations.
+Its results must equal the results of the program. It uses only one constant of the program: the
+penalties that the baseline chooses from.
+
+Shapes: N nodes, n rows of T scores, R relations, K effects of a node, F features of pairs.
 """
 
 import itertools
@@ -16,11 +18,11 @@ from baseline import PENALTIES
 @dataclass
 class Oracle:
     sets: list[dict[str, float]]  # nodes and levels of each row
-    y: np.ndarray  # [n, T], nan where a score is missing
+    y: np.ndarray  # [n, T], nan if a score is missing
     split: np.ndarray  # [n]: 0 train, 1 val, 2 test, -1 none
     weight: np.ndarray  # [n]
     edges: list[tuple[str, str, str, float]]  # source, target, relation, weight
-    features: dict[str, float]  # of each node that is listed, nan where missing
+    features: dict[str, float]  # feature of each listed node, nan if it is missing
     undirected: bool
     binary: bool
 
@@ -51,11 +53,11 @@ class Oracle:
             self.graph[place] = np.mean(weights)
 
     def unseen(self) -> np.ndarray:
-        """Returns how many nodes of each row are not seen for each score, [n, T]."""
+        """Returns the number of nodes of each row that are unseen for each score, [n, T]."""
         return self.perturbs.astype(int) @ ~self.seen
 
     def rows_of_choice(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows to which a score is fitted, and those by which its penalty is chosen."""
+        """Returns masks of the rows that score t is fitted to, and that choose its penalty."""
         train, val = self.in_train[:, t], self.present[:, t] & (self.split == 1)
         told = val & self.perturbs[:, self.seen[:, t]].any(axis=1)
         if told.any():
@@ -67,7 +69,10 @@ class Oracle:
         return fitted, third & self.perturbs[:, self.perturbs[fitted].any(axis=0)].any(axis=1)
 
     def responses(self) -> np.ndarray:
-        """Returns the doses of each node in each row, in as many ways as training levels tell."""
+        """Returns the doses of each node in each row, [K, n, N].
+
+        There are as many kinds of doses as the levels of the training rows can distinguish.
+        """
         level = self.level
         loss, gain, dead = 1 - level.clip(max=1), 1 - level.clip(1), 1.0 * (level == 0)
         in_train = self.perturbs & self.in_train.any(axis=1)[:, None]
@@ -80,12 +85,16 @@ class Oracle:
         return np.array([way / unit for way, unit in zip(ways, self.units, strict=True)])
 
     def baselines(self, t: int) -> list[np.ndarray]:
-        """Returns a score's predictions [n] by sums; several where equal errors choose them."""
+        """Returns the predictions of score t by a sum of effects, [n].
+
+        If several fits have nearly the smallest error, the predictions of all these fits are
+        returned.
+        """
         fit = logistic if self.binary else ridge
         y, train = self.y[:, t], self.in_train[:, t]
         rows, judges = self.rows_of_choice(t)
         weight = self.weight / self.weight[train].mean()
-        share = 1 / np.square(weight[train]).mean()  # Kish's effective rows over the rows
+        share = 1 / np.square(weight[train]).mean()  # Kish's effective number of rows / rows
         total = (1 - self.level).sum(axis=1)
         design = np.column_stack([np.ones(len(total)), total, *self.doses])
         held = share * np.append([0, 0], self.mean_squares(train).repeat(len(self.nodes)))
@@ -105,25 +114,32 @@ class Oracle:
         return predictions
 
     def mean_squares(self, train: np.ndarray) -> np.ndarray:
-        """Returns the mean square of the doses that are not 0 in a score's rows, 1 if none, [K]."""
+        """Returns the mean square of the non-zero doses in the training rows, 1 if none, [K]."""
         doses = self.doses[:, train]
         count = (doses != 0).sum(axis=(1, 2))
         return np.where(count > 0, np.square(doses).sum(axis=(1, 2)) / count.clip(1), 1)
 
     def node_weight(self, way: np.ndarray, weight: np.ndarray, t: int) -> np.ndarray:
-        """Returns the mean weight of the training rows with a dose of each node, 0 if none, [N]."""
+        """Returns the mean weight of the training rows that have a dose of each node, [N].
+
+        It is 0 if there are no such rows.
+        """
         has_dose = (way != 0)[self.in_train[:, t]]
         total = weight[self.in_train[:, t]] @ has_dose
         return total / has_dose.sum(axis=0).clip(1)
 
     def with_imputed(self, effect: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
-        """Returns the effects with those of unseen nodes imputed, several as in `baselines`."""
+        """Returns the effects, [N], with imputed effects for unseen nodes.
+
+        The result is a list: if several imputations have nearly the smallest error, it contains the
+        effects of all these imputations.
+        """
         seen = weight > 0
         others = 1 - np.eye(len(seen))
         mean = (weight @ effect) / weight.sum() if seen.any() else 0.0
         relations = (self.graph + self.graph.transpose(0, 2, 1)) * others
         choices = []
-        for whole in (relations.sum(axis=0), *relations):  # of all together, or of one
+        for whole in (relations.sum(axis=0), *relations):  # all relations, or one relation
             degree = whole.sum(axis=1).clip(1e-99)
             adjacency = whole / np.sqrt(np.outer(degree, degree))
             near = (adjacency @ adjacency + adjacency) * others * weight
@@ -132,12 +148,12 @@ class Oracle:
         return [np.where(seen, effect, choices[k]) for k in near_least(errors)]
 
     def forward(self, model: "Parameters", targets: list[str]) -> np.ndarray:
-        """Returns what a model predicts for all rows, [n, T], in its unit."""
+        """Returns the outputs of a model for all rows, [n, T], in standardised units."""
         intact = self.states(model, np.ones(len(self.nodes)))
         return np.array([self.predict(model, level, intact, targets) for level in self.level])
 
     def states(self, model: "Parameters", level: np.ndarray) -> np.ndarray:
-        """Returns the nodes' last states where they have these levels."""
+        """Returns the final states of the nodes, given their levels [N]."""
         degree = self.graph.sum(axis=2, keepdims=True)
         scale = np.sqrt(degree * degree.mean(axis=1, keepdims=True)).clip(1e-99)
         graph = (self.graph / scale).astype(np.float32) * np.outer(level > 0, level)
@@ -198,7 +214,7 @@ class Oracle:
         return prediction
 
     def pair_features(self, level: np.ndarray) -> np.ndarray:
-        """Returns the sum over the pairs of perturbed nodes of what they have in common, [F]."""
+        """Returns the sum of the features of all pairs of perturbed nodes, [F]."""
         if not len(self.graph):
             return np.zeros(0)
         relations = list(
@@ -236,7 +252,7 @@ class Oracle:
         return np.array(features, dtype=float)
 
     def loss(self, prediction: np.ndarray, split: int) -> float:
-        """Returns the loss of a split's rows, given predictions of all, [n, T], or logits."""
+        """Returns the loss over the rows of a split, given predictions or logits of all rows."""
         of_scores = []
         for t, std in enumerate(self.std):
             rows = self.present[:, t] & (self.split == split)
@@ -246,7 +262,9 @@ class Oracle:
         return np.mean(of_scores) if of_scores else math.nan
 
 
-class Parameters(dict):  # of a model, by name
+class Parameters(dict):
+    """The parameters of a model by name, and the layers that use them."""
+
     def linear(self, x, name):
         return x @ self[f"{name}.weight"].T + self.get(f"{name}.bias", 0)
 
@@ -258,7 +276,8 @@ class Parameters(dict):  # of a model, by name
         return self.linear(gelu(self.linear(x, f"{name}.0")), f"{name}.2")
 
 
-def combination(weights, responses):  # of the nodes' responses [nodes, T]
+def combination(weights, responses):
+    """Returns the combination of the responses of nodes, [nodes, T]: [T]."""
     largest = responses.max(axis=0, initial=0)
     smallest = responses.min(axis=0, initial=0)
     return weights[0] * responses.sum(axis=0) + weights[1] * largest + weights[2] * smallest
@@ -268,7 +287,8 @@ def gelu(x):
     return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
 
 
-def moments(values, weight):  # mean and standard deviation of those that are there
+def moments(values, weight):
+    """Returns the mean and the standard deviation of the values that are not nan."""
     present = ~np.isnan(values)
     values, weight = values[present], weight[present]
     mean = np.average(values, weights=weight)
@@ -285,10 +305,15 @@ def losses(prediction, y, binary):
 
 
 def near_least(errors):
+    """Returns the positions of all errors that are equal to the smallest error up to rounding."""
     return [k for k, error in enumerate(errors) if error <= min(errors) * (1 + 1e-6) + 1e-12]
 
 
-def ridge(design, y, penalty, weight):  # each column has its penalty: intercept and slope 0
+def ridge(design, y, penalty, weight):
+    """Returns the coefficients of a ridge regression, with a penalty for each column.
+
+    The first two columns, intercept and slope, are not penalised.
+    """
     held = np.diag(np.sqrt(penalty))[2:]
     matrix = np.vstack([design * np.sqrt(weight)[:, None], held])
     scale = np.sqrt(np.square(matrix).sum(axis=0))
@@ -296,7 +321,11 @@ def ridge(design, y, penalty, weight):  # each column has its penalty: intercept
     return np.linalg.lstsq(matrix / scale, right, rcond=None)[0] / scale
 
 
-def logistic(design, y, held, weight):  # Newton's steps, each halved until it leads down
+def logistic(design, y, held, weight):
+    """Returns the coefficients of a logistic ridge regression, with a penalty for each column.
+
+    The function makes Newton steps. Each step is halved until it reduces the objective.
+    """
     scale = np.sqrt(weight @ np.square(design) + held)
 
     def error(x):
@@ -326,7 +355,7 @@ def figures(y, prediction, weight):
     r = pearson(a, b, weight)
     ranked = b - a.mean()
     if np.isin(a, (0, 1)).all() and (b >= 0).all() and (b <= 1).all():
-        with np.errstate(divide="ignore"):  # of certain ones
+        with np.errstate(divide="ignore"):  # probabilities of 0 and 1 have infinite logits
             ranked = np.log(b / (1 - b))
     ranked = ranked.astype(np.float32).astype(float)
     positive, negative = ranked[a == 1, None], ranked[a == 0]

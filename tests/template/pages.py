@@ -1,4 +1,7 @@
-"""The pages README.md, docs/ and CHANGELOG.md: their blocks, code spans, sentences and commands."""
+"""Reads the pages: README.md, docs/, CHANGELOG.md, CONTRIBUTING.md and tests/bench/README.md.
+
+Functions return the blocks, code spans, sentences and commands of a page, for tests.
+"""
 
 import contextlib
 import io
@@ -17,25 +20,26 @@ DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "tests/bench/README.md"]
 CHANGELOG = ROOT / "CHANGELOG.md"
 PROGRAMS = ("./launch.sh", "torchrun", "python", "pip", "srun", "sbatch")
-VARIABLES = r"%a|\$[ks]\b"  # launch.sh replaces %a with the array task's number, the shell $s
+# Matches what is replaced by a number: launch.sh replaces %a, and the shell replaces $k and $s.
+VARIABLES = r"%a|\$[ks]\b"
 
 
 def name_of(page: Path) -> str:
-    """Returns a page's name, for the names of tests."""
+    """Returns the path of a page relative to the project, for the names of tests."""
     return str(page.relative_to(ROOT))
 
 
 # ---- Blocks, spans and sentences ----------------------------------------------------------------
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: what stands behind the fence, and its lines."""
+    """A fenced block of a page."""
 
-    info: str
-    text: str
+    info: str  # text after the opening fence, such as `python`
+    text: str  # lines between the fences
 
 
 def blocks(page: Path, info: str = ".*") -> list[Block]:
-    """Returns the fenced blocks whose info matches, in order."""
+    """Returns the fenced blocks whose `info` matches the regular expression, in order."""
     found = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S)
     return [Block(*block) for block in found if re.fullmatch(info, block[0])]
 
@@ -46,15 +50,17 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """Returns the code spans within sentences and tables."""
+    """Returns the code spans in sentences and tables, without their backticks."""
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
 def headings(page: Path) -> list[str]:
+    """Returns the texts of the headings of a page."""
     return [line.lstrip("# ") for line in prose(page).splitlines() if line.startswith("#")]
 
 
 def anchors(page: Path) -> list[str]:
+    """Returns the anchors of the headings of a page, to which links can refer."""
     texts = [re.sub(r"[^\w -]", "", heading).strip() for heading in headings(page)]
     return [text.lower().replace(" ", "-") for text in texts]
 
@@ -66,7 +72,7 @@ def sentences(page: Path) -> list[str]:
         is_prose = not line.startswith(("|", "#", "!["))
         item = re.match(r"(\d+\.|-) ", line)
         if item:
-            lines.append("")  # an item of a list is a sentence of its own
+            lines.append("")  # each item of a list begins a new sentence
             line = line[item.end() :]
         lines.append(line if is_prose else "")
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines))
@@ -80,21 +86,22 @@ def sentences(page: Path) -> list[str]:
 # ---- Commands ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Command:
-    """A command line without comment and variables; its words without variables, launchers."""
+    """A command on a page."""
 
-    text: str
-    variables: tuple[str, ...]
-    words: tuple[str, ...]
+    text: str  # the command line without its comment
+    variables: tuple[str, ...]  # settings of environment variables before the command
+    words: tuple[str, ...]  # the program and its arguments, without launchers such as torchrun
 
     @property
     def trains(self) -> bool:
-        """Whether the words after the first are arguments of train.py."""
+        """Whether the command trains: the words after the first are arguments of train.py."""
         program, *words = self.words or [""]
         is_launched = program == "./launch.sh" and words[:1] not in (["test"], ["copy"])
         return program == "train.py" or is_launched
 
 
 def parse(text: str) -> Command:
+    """Returns the command in a line of bash."""
     text = re.sub(r"^for .*?; do (.*?)( & |; )done(; wait)?\b", r"\1", text)
     text = re.sub(VARIABLES, "0", text)
     words = shlex.split(text, comments=True)
@@ -104,7 +111,7 @@ def parse(text: str) -> Command:
         variables.append(words.pop(0))
     if words[-1:] == ["&"]:
         words.pop()
-    if words[:1] in (["srun"], ["sbatch"]):  # whose own options are not checked
+    if words[:1] in (["srun"], ["sbatch"]):  # skip the options of srun and sbatch
         is_program = [word in PROGRAMS[:3] or word.endswith(".sh") for word in words]
         words = words[is_program.index(True) :]
     if words[:1] in (["launch.sh"], ["../template/launch.sh"]):
@@ -117,8 +124,11 @@ def parse(text: str) -> Command:
 
 
 def torchrun_words(words: list[str]) -> list[str]:
-    """Returns the script or module and its arguments; fails the test on an unknown option."""
-    words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in words]  # a number for a shell variable
+    """Returns the script or module that torchrun starts, and its arguments.
+
+    `words` are the arguments of torchrun. An unknown option of torchrun fails the test.
+    """
+    words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in words]  # replaces shell variables
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
@@ -129,14 +139,14 @@ def torchrun_words(words: list[str]) -> list[str]:
 
 
 def block_commands(page: Path) -> list[Command]:
-    """Returns every command in the bash blocks."""
+    """Returns all commands in the bash blocks of a page."""
     text = "".join(block.text for block in blocks(page, "bash"))
     lines = text.replace("\\\n", " ").splitlines()
     return [parse(line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 def inline_commands(page: Path) -> list[Command]:
-    """Returns every command within sentences and tables."""
+    """Returns all commands in the code spans of a page."""
     starts = re.compile(rf"([A-Z_]+=\S+ )*({'|'.join(map(re.escape, PROGRAMS))}) ?")
     return [
         parse(span)

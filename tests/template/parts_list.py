@@ -1,4 +1,4 @@
-"""The parts as a list: what each is made of, and what one loses without it."""
+"""The list of optional parts: the files of each part, and what a copy loses without it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,12 +11,16 @@ NO_OPTION = ("", "", "", ())
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the template.
+    """An optional part of the template.
+
+    Its attributes `option`, `module`, `off` and `on` are the row of its option in `parts.NEEDS`.
+    They are empty if the part has no option.
 
     Args:
-        patterns: of the files and folders to delete; the first is the file that its option needs.
-            Two parts can share others, which go with either.
-        loss: what one loses, a text.
+        name: name of the part, for `./launch.sh copy --without`.
+        patterns: patterns of the files and folders to delete. The first pattern is the file that
+            the option needs. Two parts can share the other files, which both of them delete.
+        loss: text about what a copy without the part does not have.
     """
 
     name: str
@@ -26,27 +30,30 @@ class Part:
     def __post_init__(self):
         needs = [row for row in NEEDS if f"{row[1]}.py" == self.patterns[0]] or [NO_OPTION]
         for name, value in zip(("option", "module", "off", "on"), needs[0], strict=True):
-            object.__setattr__(self, name, value)  # `off` is its value without the part
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def is_asked_for(self, value: str) -> bool:
-        """Returns whether a value of the option, as on a command line, asks for the part."""
+        """Returns whether the part is needed for this value of its option.
+
+        The value is a text, as on a command line.
+        """
         return value in self.on if self.on else value != self.off
 
     @property
     def is_code(self) -> bool:
-        """Whether runs can need it."""
+        """Whether the part contains modules that runs can need, and not only checks."""
         return "/" not in self.patterns[0]
 
     @property
     def files(self) -> list[str]:
-        """The files and folders that are here."""
+        """The paths of the files and folders of the part that exist in this folder."""
         paths = []
         for pattern in self.patterns:
             paths += sorted(FOLDER.glob(pattern))
         return [str(path.relative_to(FOLDER)) for path in paths]
 
     def num_lines(self, folder: Path = FOLDER) -> int:
-        """Returns how many lines of Python it has in a folder."""
+        """Returns the number of lines of Python that the part has in a folder."""
         paths = []
         for file in self.files:
             path = folder / file
@@ -55,6 +62,7 @@ class Part:
 
 
 def num_lines(paths: Iterable[Path]) -> int:
+    """Returns the total number of lines of some files."""
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
@@ -72,7 +80,7 @@ PARTS = [
     Part(
         "nodes",
         ("model_nodes.py",),
-        loss="no prediction of scores for each node, such as expression profiles",
+        loss="no prediction of one score per node, such as expression profiles",
     ),
     Part(
         "graphs",
@@ -82,8 +90,8 @@ PARTS = [
     Part(
         "reach",
         ("model_reach.py",),
-        loss="a CPU computes the states of all nodes, also in the first layer; fp32 results differ "
-        "in their last digits",
+        loss="a CPU computes the states of all nodes in all layers; fp32 results differ in their "
+        "last digits",
     ),
     Part(
         "copies",
@@ -101,7 +109,7 @@ PARTS = [
     Part(
         "analyse",
         ("analyse.py", "analyse_*.py"),
-        loss="results of a run are only in test.tsv and the log",
+        loss="no analysis: test results are only in test.tsv, metrics.jsonl and the log",
     ),
     Part(
         "notes",
@@ -121,27 +129,28 @@ PARTS = [
     Part(
         "changes",
         ("run_changes.py",),
-        loss="changed options and code are not detected, neither on resuming nor between ranks",
+        loss="no detection of changed options and code, between starts of a run and between ranks",
     ),
     Part("plots", ("run_plots.py",), loss="no curves.svg and no test.svg"),
     Part(
         "watchdog",
         ("ddp_watchdog.py",),
-        loss="a hang ends by the timeout of the process group, which does not name the rank",
+        loss="if a rank hangs, the timeout of the process group ends the job, without naming the "
+        "rank",
     ),
     Part(
         "threads",
         ("ddp_threads.py",),
-        loss="torch and torchrun choose the number of threads; no notes on the machine",
+        loss="torch and torchrun choose the number of threads; no warnings about the machine",
     ),
     Part(
         "machines",
         ("ddp_machines.py",),
-        loss="no preflight; on several machines, torchrun must be started by hand on each",
+        loss="no preflight; on several machines, you must call torchrun yourself on each",
     ),
     Part(
         "checks",
         ("tests/check.py", "tests/tools"),
-        loss="no checks of an edited copy for parity, devices, waits and faults; no simulated GPU",
+        loss="no checks of an edited copy (parity, devices, waits, faults); no simulated GPU",
     ),
 ]

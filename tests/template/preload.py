@@ -1,11 +1,12 @@
-"""What the server that forks ranks does once for all of them: imports, and hashes of sources."""
+"""Work that the server does once for all ranks that it forks: imports, and hashes of sources."""
 
 import contextlib
 
 from tests.tools import fake_gpu_library
 
-with contextlib.suppress(RuntimeError):  # tests that need it say why it is not there
-    fake_gpu_library.load()  # before torch is imported
+# If the library cannot be built, the tests that need it give the reason.
+with contextlib.suppress(RuntimeError):
+    fake_gpu_library.load()  # this must happen before torch is imported
 
 import torch.distributed.optim  # noqa: F401
 

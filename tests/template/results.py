@@ -1,4 +1,4 @@
-"""Rows of test.tsv that several families of tests share."""
+"""Rows of test.tsv for the tests of several modules."""
 
 import math
 
@@ -15,15 +15,15 @@ def normal(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 def log_likelihood(y, prediction, weight, sd):
-    """A metric of what is predicted beside the score."""
+    """A metric that needs a prediction in addition to the score, the `sd`."""
     density = ((y - prediction) / sd).square() / -2 - (sd * math.sqrt(2 * math.pi)).log()
     return mean_present(density, y, weight)
 
 
 def make_rows(num_rows: int, num_targets: int = 1) -> Results:
-    """Returns rows of 0 to 5 genes, of which up to as many are unseen.
+    """Returns rows of 0 to 5 genes, some or all of which are unseen.
 
-    No two rows share a gene. A fifth of the scores is missing.
+    No two rows share a gene. About a fifth of the scores are missing.
     """
     y = normal(num_rows, num_targets)
     prediction = y + normal(num_rows, num_targets, seed=1)

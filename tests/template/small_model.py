@@ -1,4 +1,4 @@
-"""A small graph with a model on it, which several families of tests share."""
+"""A small graph, batches of its samples and a model, which several test modules use."""
 
 import torch
 from torch_geometric.data import Data
@@ -13,12 +13,12 @@ from tests.template.tasks import small_graph
 
 NUM_NODES = 12
 NUM_FEATURES = 3
-SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # ragged; node 10 has no edge
-TARGETS = [5, 0, 10, 8, 2, 6]  # the nodes of the scores for the readout `nodes`
+SETS = [[0, 3], [], [5], [8, 1], [2, 0, 7, 1, 11]]  # perturbed nodes; node 10 has no edges
+TARGETS = [5, 0, 10, 8, 2, 6]  # nodes of the scores, for the readout `nodes`
 
 
 def graph_of_12_nodes() -> SharedGraph:
-    """Returns three relations, of which one is weighted, with features of the nodes."""
+    """Returns a graph with node features and three relations. Edges of relation b have weights."""
     generator = torch.Generator().manual_seed(0)
     graph = small_graph(generator)
     graph["gene"].x = torch.randn(NUM_NODES, NUM_FEATURES, generator=generator)
@@ -52,7 +52,7 @@ def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
         num_targets=len(TARGETS) if config.readout == "nodes" else 1,
         target_nodes=torch.tensor(TARGETS),
     ).to(dtype)
-    for parameter in model.parameters():  # parts that are initialised to zero would hide errors
+    for parameter in model.parameters():  # parameters that start at zero would hide errors
         torch.nn.init.normal_(parameter, std=0.3)
     if "without_graph" in model.terms:
         torch.nn.init.normal_(model.terms["without_graph"].readout.intercept)
@@ -62,7 +62,7 @@ def make_model(dtype: torch.dtype = torch.float32, **options) -> KnockoutGNN:
 def outputs_and_gradients(
     model: KnockoutGNN, shared: SharedGraph, batch: Data
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the predictions [B], and the gradient of all parameters as one vector."""
+    """Returns the predictions [B, T * C], and the gradient of all parameters as one vector."""
     prediction = model(shared, batch)
     (prediction - batch.y.to(prediction.dtype)).square().sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

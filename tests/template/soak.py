@@ -1,8 +1,7 @@
-"""`python -m tests.check soak`: random faults, again and again on the same runs until they finish.
+"""`python -m tests.check soak`: causes random faults in a run, again and again until it finishes.
 
-No launch has both a frozen rank (SIGSTOP) and a killed torchrun: a stopped process cannot see that
-its torchrun is gone, and nobody else is left to end it, so it would be left over, whatever the
-template did.
+No launch has both a frozen rank (SIGSTOP) and a killed torchrun. A frozen process cannot notice
+that its torchrun has exited, and no other process would end it, so it would always remain.
 """
 
 import argparse
@@ -21,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import counted
 from tests.template.machines import ADDRESSES, connect, two_machines
 from tests.tools.faults import BALLAST, EXACT, lost
 from tests.tools.parity import BATCH_SIZE, TOLERANCE
@@ -30,19 +30,20 @@ EPOCHS = 6
 STEPS_PER_EPOCH = 4
 STEPS_PER_SAVE = 3
 LAST_STEP = EPOCHS * STEPS_PER_EPOCH
-LAUNCHES_WITH_FAULTS = 10  # of a run, which may finish then
-TIMEOUT_S = 6
-STARTUP_TIMEOUT_S = 30
-# Beyond these, until the last process must have ended: torchrun gives a frozen one 30 s.
+LAUNCHES_WITH_FAULTS = 10  # number of launches of a run with faults; later launches have no fault
+TIMEOUT_S = 6  # ddp.timeout_s
+STARTUP_TIMEOUT_S = 30  # ddp.startup_timeout_s
+# Largest time from one of these timeouts to the exit of the last process, in seconds. torchrun
+# gives a frozen process 30 s.
 GRACE_S = 40
-LOST_S = 20  # of work that a fault may cost
-DISK_MB = 512
-SHARE_DAMAGED = 0.2  # of the launches, after which a checkpoint is damaged
-TRUNCATED = 1000  # bytes
-SHARE_FULL = 0.3  # of the full disks, which stay full for another launch
+LOST_S = 20  # largest duration of work, in seconds, that a fault may lose
+DISK_MB = 512  # size of the disk that is filled
+SHARE_DAMAGED = 0.2  # share of launches after which a checkpoint is damaged
+TRUNCATED = 1000  # size of a truncated checkpoint in bytes
+SHARE_FULL = 0.3  # share of full disks that stay full for the next launch
 PHASES = ("data", "forward", "backward", "optimiser", "evaluation", "save")
 
-KINDS = {
+KINDS = {  # the action of `faults.inject` for each kind of fault
     "a rank killed": "SIGKILL",
     "all ranks killed": "kill all",
     "torchrun killed": "SIGKILL torchrun",
@@ -77,36 +78,39 @@ ONLY_PHASE = {
     "blocked": "optimiser",
     "inf weights": "save",
 }
-DAMAGES = {  # to the newest checkpoint, after some of the faults
+DAMAGES = {  # damages to the newest checkpoint, given its path, between two launches
     "a truncated checkpoint": lambda path: os.truncate(path, TRUNCATED),
     "an empty checkpoint": lambda path: os.truncate(path, 0),
     "a checkpoint with zeros in its middle": zero_a_block,
     "a deleted checkpoint": lambda path: path.unlink(),
     "all checkpoints deleted": lambda path: shutil.rmtree(path.parent),
 }
-# Those after which the newest checkpoint cannot be read.
+# Damages after which the newest checkpoint cannot be read, but older ones can.
 TAKE_ONE = tuple(DAMAGES)[:4]
 
 
 class LostError(Exception):
-    """A run did not survive."""
+    """A run has lost something, or did not finish."""
 
 
 @dataclass(frozen=True)
 class Fault:
+    """A fault of this kind, which happens when `rank` enters `phase` after `step` steps."""
+
     kind: str
     rank: int
     step: int
     phase: str
 
     def injected(self) -> list:
+        """Returns the fault in the form that `faults.arm` expects."""
         return [self.rank, self.step, self.phase, KINDS[self.kind]]
 
 
 def soak(options: argparse.Namespace) -> bool:
-    """Trains runs with faults for `minutes`; prints what they survived.
+    """Trains runs with faults for `minutes`, and prints the faults that they survived.
 
-    Returns whether it was all of them.
+    Returns whether they survived all faults.
     """
     seed = options.seed
     if seed is None:
@@ -114,8 +118,8 @@ def soak(options: argparse.Namespace) -> bool:
     problem = ""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        spaces = stack.enter_context(available(two_machines(), "a link is not cut"))
-        disk = stack.enter_context(available(small_disk(folder), "the disk does not fill up"))
+        spaces = stack.enter_context(available(two_machines(), "no network link is cut"))
+        disk = stack.enter_context(available(small_disk(folder), "no disk is filled"))
         soaking = Soak(options, random.Random(seed), folder, disk or folder, spaces)
         deadline = time.monotonic() + 60 * options.minutes
         while time.monotonic() < deadline and not problem:
@@ -125,7 +129,10 @@ def soak(options: argparse.Namespace) -> bool:
                 kept = tempfile.mkdtemp(prefix="soak-")
                 without_ballast = shutil.ignore_patterns(BALLAST)
                 shutil.copytree(soaking.disk, kept, dirs_exist_ok=True, ignore=without_ballast)
-                problem = f"lost with --seed {seed}, see {kept}: {type(error).__name__}: {error}"
+                problem = (
+                    f"a run with --seed {seed} did not survive. Its files are in {kept}: "
+                    f"{type(error).__name__}: {error}"
+                )
     for kind, count in soaking.survived.most_common():
         print(f"{count:6d}  {kind}")
     print(problem or soaking.summary())
@@ -134,12 +141,15 @@ def soak(options: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def available(resource: contextlib.AbstractContextManager, otherwise: str) -> Iterator:
-    """Enters `resource`, which needs root; says what is left out where there is none."""
+    """Enters `resource`, which needs root, and yields its value.
+
+    If this fails, prints `otherwise` and the reason, and yields None.
+    """
     with contextlib.ExitStack() as stack:
         try:
             entered = stack.enter_context(resource)
         except RuntimeError as error:
-            print(f"{otherwise}: {str(error).splitlines()[0]}")
+            print(f"{otherwise}, because this failed: {str(error).splitlines()[0]}")
             entered = None
         yield entered
 
@@ -161,7 +171,7 @@ def small_disk(parent: Path) -> Iterator[Path]:
 
 
 class Soak:
-    """The runs on one disk, and what they survived."""
+    """Trains runs in one folder, and counts the faults that they survived."""
 
     def __init__(
         self,
@@ -176,26 +186,27 @@ class Soak:
         self.folder = folder
         self.disk = disk
         self.spaces = spaces
-        # Numbers of ranks that share a micro-batch.
+        # Numbers of ranks by which a micro-batch can be divided.
         self.ranks = [number for number in options.ranks if BATCH_SIZE // 2 % number == 0]
         self.survived: Counter[str] = Counter()
         self.num_runs = 0
         self.num_launches = 0
-        # From a fault to the end of the last process, less the limit of a hang.
+        # Largest time from a fault to the exit of the last process, minus the limit of a hang.
         self.longest_s = 0.0
-        self.lost_s = 0.0  # of work, by a fault
+        self.lost_s = 0.0  # largest duration of work that a fault has lost
 
     def summary(self) -> str:
         return (
-            f"{self.survived.total()} faults in {self.num_launches} launches of {self.num_runs} "
-            f"runs lost nothing; at most {self.lost_s:.1f} s of work were done again, and the last "
-            f"process ended at most {max(0.0, self.longest_s):.0f} s later than ddp.timeout_s or "
-            "ddp.startup_timeout_s after a fault"
+            f"{counted(self.survived.total(), 'fault')} in "
+            f"{counted(self.num_launches, 'launch', 'launches')} of "
+            f"{counted(self.num_runs, 'run')} lost nothing. At most {self.lost_s:.1f} s of work "
+            "had to be repeated. After a fault, the last process exited at most "
+            f"{max(0.0, self.longest_s):.0f} s later than ddp.timeout_s or ddp.startup_timeout_s."
         )
 
     def train_a_run(self) -> None:
-        """Launches a run with faults until it is finished; raises `LostError`."""
-        is_changing = self.draw.random() < 0.5  # its number of processes
+        """Launches a run with faults until it has finished; raises `LostError`."""
+        is_changing = self.draw.random() < 0.5  # whether its number of processes changes
         arguments = list(self.options.arguments)
         num_ranks = self.draw.choice(self.ranks)
         if is_changing:
@@ -208,7 +219,9 @@ class Soak:
         num_launches = 0
         while state(run) != "finished":
             if num_launches == 3 * LAUNCHES_WITH_FAULTS:
-                raise LostError(f"{run.name} is {state(run)} after {num_launches} launches")
+                raise LostError(
+                    f"{run.name} has the state {state(run)} after {num_launches} launches"
+                )
             if num_launches > 0:
                 is_last = num_launches >= LAUNCHES_WITH_FAULTS
                 survived += self.damage(run, is_last)
@@ -225,7 +238,8 @@ class Soak:
         shutil.rmtree(run)
         self.survived.update(survived)
         self.num_runs += 1
-        print(f"{run.name}: {num_launches} launches, {', '.join(survived)}", flush=True)
+        launches = counted(num_launches, "launch", "launches")
+        print(f"{run.name}: {launches}, {', '.join(survived)}", flush=True)
 
     def reference(self, num_ranks: int, arguments: list[str], name: str) -> Path:
         """Returns the folder of an undisturbed run."""
@@ -237,14 +251,14 @@ class Soak:
         return path
 
     def draw_faults(self, run: Path, num_ranks: int) -> list[Fault]:
-        """Returns one fault or two for the steps that follow the newest checkpoint."""
+        """Returns one or two random faults in the steps that follow the newest checkpoint."""
         saved = [int(path.stem.removeprefix("step_")) for path in run.glob("checkpoints/step_*.pt")]
         kinds = [kind for kind, action in KINDS.items() if self.is_possible(action, num_ranks)]
         drawn = self.draw.sample(kinds, self.draw.choice((1, 1, 2)))
         if "a frozen rank (SIGSTOP)" in drawn:
             drawn = [kind for kind in drawn if kind not in KILLS_TORCHRUN]
         if "a cut link between two machines" in drawn:
-            # There, torchrun waits minutes for another that was stopped.
+            # On two machines, torchrun waits minutes for a torchrun that was stopped.
             drawn = [kind for kind in drawn if "torchrun" not in KINDS[kind]]
         faults = []
         for kind in drawn:
@@ -252,7 +266,7 @@ class Soak:
             phase = ONLY_PHASE.get(action, self.draw.choice(PHASES))
             first_step = max(saved, default=0)
             steps = [step for step in range(first_step, LAST_STEP + 1) if occurs(phase, step)]
-            if not steps:  # after the last step, there is an evaluation at most
+            if not steps:  # after the last step, only an evaluation can follow
                 steps = [LAST_STEP]
             step = self.draw.choice(steps[:6])
             rank = 0 if action in OF_RANK_0 else self.draw.randrange(num_ranks)
@@ -264,7 +278,7 @@ class Soak:
             return self.disk != self.folder
         if action == "cut the link":
             return self.spaces is not None and num_ranks % 2 == 0
-        # A single process is not under torchrun, and nobody notices that it is frozen.
+        # A single process has no torchrun, and no other rank notices that it is frozen.
         return num_ranks > 1 or not (
             action.partition(" ")[2].startswith("torchrun") or action == "SIGSTOP"
         )
@@ -272,14 +286,14 @@ class Soak:
     def launch(
         self, run: Path, num_ranks: int, arguments: list[str], faults: list[Fault]
     ) -> list[str]:
-        """Launches the run once; returns the kinds of faults that came.
+        """Launches the run once; returns the kinds of the faults that happened.
 
-        Raises `LostError` after a hang.
+        Raises `LostError` if the launch ended too late, or failed without a fault.
         """
         marks = self.folder / f"launch{self.num_launches}"
         marks.mkdir()
         self.num_launches += 1
-        # By a fault of an earlier launch.
+        # Whether a fault of an earlier launch has left a full disk or a file STOP.
         was_disturbed = (run / BALLAST).exists() or (run / "STOP").exists()
         with ThreadPoolExecutor() as pool:
             torchruns = self.start(pool, run, num_ranks, arguments, faults, marks)
@@ -289,7 +303,7 @@ class Soak:
                     hangs.append(marks / str(number))
             try:
                 end = self.wait(torchruns, marks, hangs)
-            except BaseException:  # a request to stop
+            except BaseException:  # includes a request to stop this check
                 send(signal.SIGKILL, processes(marks))
                 raise
         output = "\n".join(future.result()[1] for future in torchruns)
@@ -300,7 +314,7 @@ class Soak:
                 self.check_losses(fault, mark, end, output)
                 kinds.append(fault.kind)
         if not kinds and not was_disturbed and state(run) != "finished":
-            raise LostError(f"{run.name} is {state(run)} although no fault came:\n{output}")
+            raise LostError(f"{run.name} has the state {state(run)} without a fault:\n{output}")
         return kinds
 
     def start(
@@ -312,7 +326,10 @@ class Soak:
         faults: list[Fault],
         marks: Path,
     ) -> list[Future]:
-        """Starts the run, on two machines if a link will be cut; returns status and output."""
+        """Starts the run, on two machines if a link will be cut.
+
+        Returns the exit status and the output of each torchrun, as futures.
+        """
         injected = {}
         for number, fault in enumerate(faults):
             injected[str(marks / str(number))] = fault.injected()
@@ -340,9 +357,10 @@ class Soak:
         return torchruns
 
     def check_losses(self, fault: Fault, mark: Path, end: float, output: str) -> None:
-        """Raises `LostError` if a fault cost too much work, or the job ended too long after it.
+        """Raises `LostError` if a fault lost too much work, or if the job ended too late after it.
 
-        `end` is when it ended; the fault's mark says how much was lost, and the limit of a hang.
+        `end` is the time at which the job ended. The mark of the fault contains the lost seconds,
+        and the limit of a hang.
         """
         lost_s, limit_s = json.loads(mark.read_text())
         hung_s = end - mark.stat().st_mtime
@@ -354,7 +372,7 @@ class Soak:
             )
 
     def commands_of_two_machines(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Yields the beginning of the command and torchrun's options on each machine."""
+        """Yields the words before the command, and the options of torchrun, for each machine."""
         for name, space in self.spaces.items():
             prefix = ("ip", "netns", "exec", space, "env", "GLOO_SOCKET_IFNAME=cable")
             is_host = int(name == "alpha")
@@ -369,10 +387,11 @@ class Soak:
             yield prefix, torchrun
 
     def wait(self, torchruns: list[Future], marks: Path, hangs: list[Path]) -> float:
-        """Returns when the last process had ended.
+        """Waits for the end of a launch; returns the time at which its last process exited.
 
-        If a link was cut, when the last rank had; the link is connected then. Once a mark of
-        `hangs` is there, Ctrl-C ends the process alone that hangs, the second time.
+        If a link was cut, it returns the time at which the last rank exited, and connects the link
+        then. If a mark of `hangs` exists, a process without torchrun hangs. It gets SIGINT until it
+        exits, which a second SIGINT should achieve.
         """
         end = 0.0
         is_cut = len(torchruns) == 2
@@ -396,11 +415,11 @@ class Soak:
             left = processes(marks)
         send(signal.SIGKILL, left)
         if left:
-            raise LostError(f"{len(left)} processes are left over")
+            raise LostError(f"processes that had to be killed: {len(left)}")
         return end
 
     def damage(self, run: Path, is_last: bool) -> list[str]:
-        """Frees the disk, mostly, and sometimes damages a checkpoint; returns what was done."""
+        """Usually frees the disk, and sometimes damages a checkpoint; returns the damages."""
         for path in run.glob("checkpoints/*.tmp"):
             if path.is_dir():
                 path.rmdir()
@@ -409,7 +428,8 @@ class Soak:
         is_spared = is_last or self.draw.random() > SHARE_DAMAGED
         sizes = [path.stat().st_size for path in run.glob("checkpoints/step_*.pt")]
         names = list(DAMAGES)
-        if sum(size > TRUNCATED for size in sizes) < 2:  # or only damaged ones would be left
+        # If there is only one intact checkpoint, it must not be damaged.
+        if sum(size > TRUNCATED for size in sizes) < 2:
             names = [name for name in names if name not in TAKE_ONE]
         if is_spared or not sizes or not names:
             return []
@@ -429,10 +449,10 @@ def occurs(phase: str, step: int) -> bool:
 
 
 def state(run: Path) -> str:
-    """Returns the state in a run's status.json, `none` if there is none."""
+    """Returns the state in the status.json of a run, or `none` if it cannot be read."""
     try:
         return json.loads((run / "status.json").read_text())["state"]
-    except (OSError, ValueError):  # the disk was full
+    except (OSError, ValueError):  # it is missing, or incomplete because the disk was full
         return "none"
 
 
@@ -443,7 +463,10 @@ def send(number: signal.Signals, pids: list[int]) -> None:
 
 
 def processes(marks: Path, variable: str = "") -> list[int]:
-    """Returns the processes of the launch of `marks`, or those that have a `variable`, too."""
+    """Returns the ids of the processes of a launch, given its folder of marks.
+
+    With `variable`, returns only processes that have this environment variable.
+    """
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has exited

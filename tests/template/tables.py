@@ -1,4 +1,4 @@
-"""Tables that several families of tests share, in memory or written into a folder."""
+"""Tables for several test files, in memory or written into a folder, and functions on tables."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from tests.sets import tables_of
 from tests.template.fixtures import write_table
 from tests.template.tasks import task_of
 
-NUM_NODES = 60  # of `combined_tables`
+NUM_NODES = 60  # nodes of `combined_tables`
 EDGES = [
     ("source", "target", "relation"),
     ("b", "a", "x"),
@@ -34,7 +34,7 @@ SCORES = [
 
 
 def write_tables(folder: Path, edges=EDGES, scores=SCORES, **options) -> DataConfig:
-    """Writes two tables and returns the options that name them and a cache beside them."""
+    """Writes two tables; returns options with these tables and a cache in the same folder."""
     return DataConfig(
         edges=str(write_table(folder / "edges.tsv", edges)),
         perturbations=str(write_table(folder / "scores.tsv", scores)),
@@ -49,23 +49,27 @@ def task_of_tables(tables: Tables) -> KnockoutTask:
 
 
 def summary_of(tables: Tables) -> str:
-    """Returns the line on the tables in the log of a run."""
+    """Returns the log line of a run that describes the tables."""
     return task_of_tables(tables).summary()
 
 
 def notes_on(tables: Tables) -> list[str]:
-    """Returns what the log of a run notes of the tables."""
+    """Returns the notes on the tables that a run logs."""
     return task_of_tables(tables).notes()
 
 
 def sets_of(tables: Tables) -> list[list[int]]:
     """Returns the perturbed nodes of each row."""
-    parts = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
-    return [nodes.tolist() for nodes in parts]
+    sets = tables.perturbed.split(tables.perturbed_ptr.diff().tolist())
+    return [nodes.tolist() for nodes in sets]
 
 
 def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list[int]], list[str]]:
-    """Returns the cells of a table to predict, the known rows, their sets of nodes, other names."""
+    """Reads a table to predict, on a graph whose nodes have these names.
+
+    Returns the cell of each row, whether the graph has all nodes of the row, the sets of nodes of
+    the rows for which it has, and the names that are not nodes.
+    """
     (chunk,) = read_sets(path, replace(tables_of([[0]], torch.zeros(1)), genes=names))
     y = chunk.samples.y
     assert y.shape == (int(chunk.is_known.sum()), 1)
@@ -74,7 +78,7 @@ def asked(path: str, names: list[str]) -> tuple[list[str], list[bool], list[list
 
 
 def write_binary_scores(folder: Path) -> None:
-    """Makes the scores of the tiny tables 1 for every row with one of five genes, else 0."""
+    """Replaces the scores of the fixture `tables`: 1 for rows with one of five genes, else 0."""
     chosen = {"Y01", "Y02", "Y03", "Y04", "Y05"}
     rows = [("genes", "score")]
     for line in (folder / "scores.tsv").read_text().splitlines()[1:]:
@@ -84,7 +88,10 @@ def write_binary_scores(folder: Path) -> None:
 
 
 def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
-    """Writes a table of two scores in different units, a third missing; returns the overrides."""
+    """Writes a table with two scores in different units, and edges; returns the options.
+
+    A third of the scores are missing.
+    """
     draw = random.Random(0)
     genes = [f"Y{i:02d}" for i in range(30)]
     edges = [("source", "target", "relation")]
@@ -105,20 +112,23 @@ def gappy_tables(folder: Path, num_rows: int = 300) -> list[str]:
 
 
 def on_one_relation(tables: Tables, num_nodes: int, edges: Sequence = ((0,), (1,))) -> Tables:
-    """Returns tables with the nodes g00, g01, ... and these edges: their sources, their targets."""
+    """Returns tables with the nodes g00, g01, ... and these edges in a single relation.
+
+    `edges` has the sources and the targets.
+    """
     return replace(
         tables,
         genes=[f"g{k:02}" for k in range(num_nodes)],
         relations=["r"],
         edge_index=torch.tensor(edges),
         edge_type=torch.zeros(len(edges[0]), dtype=torch.long),
-        edge_weight=None,  # these two follow from the graph
+        edge_weight=None,  # weights and features are set to their defaults for these edges
         features=None,
     )
 
 
 def additive_tables(noise: float, num_scores: int = 2, num_rows: int = 400) -> Tables:
-    """Returns rows of one or two of 30 nodes, whose scores are sums of effects, but noise."""
+    """Returns rows with one or two of 30 nodes, whose scores are sums of effects plus noise."""
     draw = random.Random(0)
     generator = torch.Generator().manual_seed(0)
     sets = [draw.sample(range(30), draw.choice([1, 2])) for _ in range(num_rows)]
@@ -132,7 +142,7 @@ def additive_tables(noise: float, num_scores: int = 2, num_rows: int = 400) -> T
 
 
 def without_validation(tables: Tables, *targets: int) -> Tables:
-    """Returns the tables without these scores of the validation rows."""
+    """Returns tables in which these scores of the validation rows are missing."""
     y = tables.y.clone()
     for t in targets:
         y[tables.rows("val"), t] = math.nan
@@ -146,7 +156,11 @@ def combined_tables(
     num_rows: int = 1500,
     seed: int = 0,
 ) -> Tables:
-    """Returns singles, pairs and triples whose score is a combination of the nodes' effects."""
+    """Returns singles, pairs and triples whose score is a combination of the nodes' effects.
+
+    `weights` are the weights of the sum, the largest and the smallest response of the nodes. A
+    response is the node's effect times 1 - level, and an intact node's response, 0, is included.
+    """
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     effect = torch.randn(NUM_NODES, dtype=torch.float64, generator=generator)
@@ -165,14 +179,15 @@ def combined_tables(
 
 
 def above_median(y: torch.Tensor) -> torch.Tensor:
-    """Returns 1 for scores above their target's median, 0 for others, nan for missing ones."""
+    """Returns 1 for scores above the median of their target, else 0, and nan for missing scores."""
     return (y > y.nanmedian(dim=0).values).double().where(~y.isnan(), math.nan)
 
 
 def dense_design(tables: Tables, basis: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the columns intercept, sum of 1 - level, and the doses of each node in turn.
+    """Returns the design matrix of the baseline, [n, 2 + NK].
 
-    These are 1 - level or, with a basis [3, K], that of loss, gain and deletion times it.
+    The columns are the intercept, the sum of 1 - level, and the K doses of each node. A dose is
+    1 - level or, with a basis [3, K], the doses of loss, gain and deletion times the basis.
     """
     level = torch.ones(len(tables.y), len(tables.genes), dtype=torch.float64)
     level[tables.sample(), tables.perturbed] = tables.level

@@ -1,4 +1,4 @@
-"""Graphs, tasks and results, as tests make and read them."""
+"""Functions of tests that build graphs and tasks, and that write and read results."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from mask import LINEAR, SharedGraph
 from run_results import result_lines
 from task import KnockoutTask
 
-BEST = "runs/{}/checkpoints/best.pt"  # the best model of a run
+BEST = "runs/{}/checkpoints/best.pt"  # path of the best checkpoint of a run, by its name
 
 
 def small_graph(generator: torch.Generator) -> HeteroData:
-    """Returns 12 nodes in three relations, of which one is empty; node 10 has no edge."""
+    """Returns a random graph of 12 nodes. One of its three relations and node 10 have no edges."""
     graph = HeteroData()
     graph["gene"].num_nodes = 12
     nodes = torch.tensor([node for node in range(12) if node != 10])
@@ -31,9 +31,9 @@ def small_graph(generator: torch.Generator) -> HeteroData:
 def task_of(
     graph: SharedGraph, dataset: KnockoutDataset, config: Config | None = None
 ) -> KnockoutTask:
-    """Returns the task of a dataset, without a baseline; its models predict the scores themselves.
+    """Returns the task of a dataset without a baseline, on the device of the graph.
 
-    It is on the device of the graph.
+    Its models predict the scores in their own units, because the mean is 0 and the unit is 1.
     """
     config = config or Config()
     zeros = torch.zeros(len(dataset.tables.targets), dtype=torch.float64, device=graph.device)
@@ -50,7 +50,7 @@ def task_of(
 
 
 def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
-    """Returns the output [n, T, 1] of a model that predicts these scores [n, T]."""
+    """Returns the outputs, [n, T, 1], of a model that predicts the scores `prediction`, [n, T]."""
     if task.criterion.is_binary:
         prediction = prediction.logit()
     return ((prediction - task.criterion.mean) / task.criterion.std).unsqueeze(2)
@@ -63,7 +63,7 @@ def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
 
 
 def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
-    """Returns what a test.tsv says of scores, predictions and baseline [n, T], of no genes."""
+    """Returns the `Results` of scores, predictions and baseline, [n, T] each, without nodes."""
     n, num_targets = y.shape
     return Results(
         genes=[""] * n,
@@ -77,7 +77,10 @@ def predictions_of(y: Tensor, prediction: Tensor, baseline: Tensor) -> Results:
 
 
 def read_table(path: Path) -> tuple[list[str], list[str], Tensor]:
-    """Returns header, sets and numbers of predictions, nan where a cell is empty."""
+    """Returns the header, the first cell of each row, and the other cells as numbers.
+
+    Empty cells are nan.
+    """
     header, *rows = [line.split("\t") for line in path.read_text().splitlines()]
     numbers = [[float(cell or "nan") for cell in row[1:]] for row in rows]
     return header, [row[0] for row in rows], torch.tensor(numbers, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""analyse.py: a run's test.tsv, and what is said of one run and of several."""
+"""analyse.py: errors, JSON output, and the tables for one run, several runs and folds."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 @pytest.fixture
 def analyse_here(monkeypatch, tmp_path):
-    """analyse_here(*arguments) runs the command in the test's folder; returns its exit status."""
+    """analyse_here(*arguments) runs the command in the test's folder, and returns its status."""
 
     def start(*arguments: str) -> int:
         monkeypatch.chdir(tmp_path)
@@ -45,9 +45,10 @@ def analyse_here(monkeypatch, tmp_path):
 
 
 def write_run(folder: Path, seed: int = 0, state: str = "finished") -> Path:
-    """Writes what analyse.py reads of a run, but no tables; returns the folder.
+    """Writes the files of a run that analyse.py reads, except for the tables; returns the folder.
 
-    Of two scores, the second is constant. The prediction is that of the seed.
+    The run has two scores, of which the second is constant. The seed determines the prediction of
+    the first score.
     """
     folder.mkdir(parents=True)
     header = [*HEADER, "flat", "flat_prediction", "flat_baseline"]
@@ -64,31 +65,31 @@ def write_run(folder: Path, seed: int = 0, state: str = "finished") -> Path:
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def test_a_run_of_another_version_is_named(tmp_path, analyse_here, capsys):
+def test_the_error_for_a_run_of_a_different_version_names_the_run(tmp_path, analyse_here, capsys):
     write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 1, 2, 3)])
     (tmp_path / "config.yaml").write_text("log: {threshold: 1}\n")
     assert analyse_here(str(tmp_path)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {tmp_path}/config.yaml: unknown option log.threshold: ")
-    assert f"; {tmp_path} was created by another version of the template: " in printed
+    assert f"version of the template created {tmp_path}, " in printed
     assert printed.count("\n") == 1
 
 
-def test_the_command_takes_the_threads_of_one_process(analyse_here, monkeypatch):
+def test_the_command_uses_the_threads_of_one_process(analyse_here, monkeypatch):
     taken = []
     monkeypatch.setattr("ddp_threads.choose_threads", lambda count: (3, f"for {count}"))
     monkeypatch.setattr("torch.set_num_threads", taken.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert analyse_here("runs/none") == 2
-    assert taken == [3, torch.get_num_threads()]  # and leaves those that were there
+    assert taken == [3, torch.get_num_threads()]  # the second call restores the number
 
 
-def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_here, capsys):
+def test_a_missing_file_and_wrong_arguments_are_one_message(tmp_path, analyse_here, capsys):
     assert analyse_here("runs/none") == 2
-    expected = "error: cannot read runs/none/test.tsv: No such file or directory: give the folder "
+    expected = "error: cannot read runs/none/test.tsv: No such file or directory: "
     assert capsys.readouterr().err.startswith(expected)
     assert analyse_here() == 2
-    assert capsys.readouterr().err == "error: the following arguments are required: RUN\n"
+    assert capsys.readouterr().err.endswith(" required: RUN\n")
     write_table(tmp_path / "test.tsv", [HEADER, ("a", 0, "", 1, 2, 3)])
     assert analyse_here(".") == 2
     assert capsys.readouterr().err.startswith("error: cannot read the configuration config.yaml: ")
@@ -98,7 +99,7 @@ def test_a_missing_file_and_wrong_arguments_are_one_sentence(tmp_path, analyse_h
 def test_a_run_that_has_not_finished_is_one_message(tmp_path, analyse_here, capsys, state):
     write_run(tmp_path / "a", state=state)
     write_run(tmp_path / "b")
-    assert analyse_here("a") == 0  # of a table that is there, the state does not matter
+    assert analyse_here("a") == 0  # if test.tsv exists, the state does not matter
     (tmp_path / "a/test.tsv").unlink()
     for folders in (["a"], ["b", "a"]):
         capsys.readouterr()
@@ -108,16 +109,15 @@ def test_a_run_that_has_not_finished_is_one_message(tmp_path, analyse_here, caps
         assert problem.startswith(f"error: a has no test.tsv, because the run is {state}: ")
 
 
-def test_a_folder_that_is_no_run_is_one_sentence(tmp_path, analyse_here, capsys):
+def test_a_path_that_is_not_a_run_folder_is_one_message(tmp_path, analyse_here, capsys):
     write_run(tmp_path / "runs/a")
     assert analyse_here("runs/a/test.tsv") == 2
     assert "error: cannot read runs/a/test.tsv/test.tsv: Not a dir" in capsys.readouterr().err
     assert analyse_here("runs") == 2
-    problem = "cannot read runs/test.tsv: No such file or directory: give the folder of a run"
-    assert capsys.readouterr().err.startswith(f"error: {problem}")
+    assert "error: cannot read runs/test.tsv: No such file" in capsys.readouterr().err
 
 
-def test_metrics_that_nobody_here_has_written_are_no_traceback(tmp_path, analyse_here):
+def test_unusual_rows_of_metrics_do_not_cause_a_traceback(tmp_path, analyse_here):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1)
     rows = [{"kind": "test", "loss": 1}, {"kind": "val"}]
@@ -126,23 +126,26 @@ def test_metrics_that_nobody_here_has_written_are_no_traceback(tmp_path, analyse
     assert analyse_here("a", "b") == 0
 
 
-def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path, analyse_here, capsys):
-    """Root may write into any folder, so that this one has a folder where a file would be."""
+def test_a_run_folder_that_cannot_be_written_is_one_message(tmp_path, analyse_here, capsys):
+    """Here, a folder has the name of the file: root could write into a read-only folder."""
     (write_run(tmp_path / "a") / "test.json").mkdir()
     assert analyse_here("a") == 2
-    problem = "cannot write a/test.json: Is a directory: fix this or copy the run folder, and start"
-    assert capsys.readouterr() == ("", f"error: {problem} again\n")
+    printed, problem = capsys.readouterr()
+    assert printed == "" and problem.count("\n") == 1
+    assert problem.startswith("error: cannot write a/test.json: Is a directory: ")
+    assert "copy the run folder" in problem
     assert analyse.analyse_run(tmp_path / "a")["n"] == 40
 
 
-def test_a_run_that_is_named_twice_is_refused(tmp_path, analyse_here, capsys):
+def test_a_run_that_is_listed_twice_is_refused(tmp_path, analyse_here, capsys):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1)
     assert analyse_here("a", "b", "b/../a") == 2
-    assert capsys.readouterr() == ("", "error: b/../a is listed twice: list each run once\n")
+    printed, problem = capsys.readouterr()
+    assert printed == "" and problem.startswith("error: b/../a is listed twice: ")
 
 
-def test_a_closed_pipe_loses_no_file_and_shows_no_traceback(command, tmp_path):
+def test_with_a_closed_pipe_files_are_written_and_no_traceback_is_printed(command, tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         write_run(tmp_path / name, seed)
     for words in (["a"], ["a", "b", "--json"]):
@@ -153,14 +156,14 @@ def test_a_closed_pipe_loses_no_file_and_shows_no_traceback(command, tmp_path):
 
 
 # ---- For programs --------------------------------------------------------------------------------
-def test_the_json_of_a_run_is_its_file_and_what_python_gets(tmp_path, analyse_here, capsys):
+def test_the_json_of_a_run_equals_its_file_and_analyse_run(tmp_path, analyse_here, capsys):
     write_run(tmp_path / "a")
     assert analyse_here("a", "--json") == 0
     printed, errors = capsys.readouterr()
     assert errors == ""
     assert printed == (tmp_path / "a/test.json").read_text()
     result = json.loads(printed)
-    assert result["targets"]["flat"]["pearson"] is None  # as that score is constant
+    assert result["targets"]["flat"]["pearson"] is None  # because this score is constant
     assert result["no_rivals"].startswith("cannot read none.tsv: No such file or directory (")
     (tmp_path / "a/test.json").unlink()
     assert without_nan(analyse.analyse_run("a")) == result
@@ -173,7 +176,7 @@ def without_nan(result: dict) -> dict:
     return json.loads(json.dumps(result).replace("NaN", "null"))
 
 
-def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
+def test_the_json_of_several_runs_equals_compare_and_agrees_with_the_text(
     tmp_path, analyse_here, capsys
 ):
     folders = ["a", "b", "c"]
@@ -203,20 +206,20 @@ def test_the_json_of_several_runs_is_what_python_gets_and_the_text_says(
 
     assert analyse_here(*folders) == 0
     lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if line.startswith("best two runs, ")]
+    (line,) = [line for line in lines if line.startswith("best two runs: ")]
     low, high = best_two["gain"]
-    expected = f"Pearson {best - second:.4f}, 95 % interval {low:.4f} to {high:.4f}"
-    assert line == f"best two runs, {by_pearson[0]} minus {by_pearson[1]}: {expected}"
+    assert f" Pearson of {by_pearson[0]} minus {by_pearson[1]} is {best - second:.4f}, " in line
+    assert line.endswith(f" {low:.4f} to {high:.4f}")
 
 
 @pytest.mark.skipif(not is_here("predictor"), reason="without the part predict")
-def test_runs_that_are_one_run_are_noted(train, tmp_path, analyse_here, capsys):
+def test_a_note_reports_runs_that_are_the_same(train, tmp_path, analyse_here, capsys):
     for name in ("a", "b"):
         train(0, f"run.name={name}").check()
     folders = [str(tmp_path / "runs/a"), str(tmp_path / "runs/b")]
     best = tmp_path / "runs/b/checkpoints/best.pt"
     (note,) = analyse.compare(folders)["notes"]
-    assert note.startswith(f"{best} has the same parameters as another run: ")
+    assert note.startswith(f"{best} has the same parameters as ")
     assert analyse_here(*folders) == 0
     assert f"note      {note}\n" in capsys.readouterr().out
     best.unlink()
@@ -224,7 +227,7 @@ def test_runs_that_are_one_run_are_noted(train, tmp_path, analyse_here, capsys):
     assert note.startswith(f"{best} is not a readable checkpoint")
 
 
-def test_options_that_only_a_later_run_names_are_shown(tmp_path):
+def test_options_that_only_a_later_config_contains_are_shown(tmp_path):
     write_run(tmp_path / "a")
     folder = write_run(tmp_path / "b")
     with (folder / "config.yaml").open("a") as file:
@@ -233,12 +236,12 @@ def test_options_that_only_a_later_run_names_are_shown(tmp_path):
     assert options == {str(tmp_path / "a"): {"optim.lr": 0.01}, str(folder): {"optim.lr": 0.5}}
 
 
-def test_files_of_code_that_differ_are_shown_beside_the_options(tmp_path, analyse_here, capsys):
-    """Not those that only one run has, which its options ask for."""
+def test_code_files_that_differ_are_shown_with_the_options(tmp_path, analyse_here, capsys):
+    """Code files that only one run uses are not shown: they depend on its options."""
     codes = {
         "a": {"losses.py": "111", "model.py": "5", "model_reach.py": "7"},
         "b": {"losses.py": "222", "model.py": "5"},
-        "c": None,  # its best.pt is gone
+        "c": None,  # best.pt is missing
     }
     for name, code in codes.items():
         folder = write_run(tmp_path / name)
@@ -251,7 +254,7 @@ def test_files_of_code_that_differ_are_shown_beside_the_options(tmp_path, analys
     shown = [{"losses.py": "111"}, {"losses.py": "222"}, {"losses.py": None}]
     assert list(options.values()) == shown
     assert analyse_here("a", "b", "c") == 0
-    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:5]]
     assert header[0] == "losses.py"
     assert [row[1] for row in rows] == ["111", "222", "None"]
 
@@ -265,7 +268,9 @@ def test_compare_needs_a_list_of_runs(tmp_path):
         analyse.compare([folder, str(folder)])
 
 
-def test_a_sweep_is_sorted_by_the_validation_of_the_first_metric(tmp_path, analyse_here, capsys):
+def test_runs_are_sorted_by_the_validation_value_of_the_first_metric(
+    tmp_path, analyse_here, capsys
+):
     values = {"a": 0.1, "b": -0.5, "c": None, "d": 0.7, "e": math.nan}
     for name, pearson_of_val in values.items():
         write_run(tmp_path / name)
@@ -274,7 +279,7 @@ def test_a_sweep_is_sorted_by_the_validation_of_the_first_metric(tmp_path, analy
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, (val, test))))
     assert analyse_here(*values) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[0] for line in lines[1:6]] == ["d", "a", "e", "b", "c"]
+    assert [line[0] for line in lines[2:7]] == ["d", "a", "e", "b", "c"]
     assert list(analyse.compare(list(values))["results"]) == ["d", "a", "e", "b", "c"]
 
 
@@ -290,7 +295,7 @@ def test_groups_of_rows_are_printed_and_written(train, tables, tmp_path, analyse
     assert sum(group["n"] for group in result["by_unseen"].values()) == result["n"]
     first = result["by_unseen"]["1"]
     assert first["baseline_pearson"] != result["baseline_pearson"]
-    (line,) = [line for line in lines if line.startswith("unseen 1 ")]
+    (line,) = [line for line in lines if line.startswith("1 unseen gene ")]
     low, high = first["gain"]
     cells = [f"{first['n']:,}", f"{first['pearson']:.4f}", f"{first['baseline_pearson']:.4f}"]
     assert re.split(r"  +", line)[1:5] == [*cells, f"{low:.4f} to {high:.4f}"]
@@ -298,7 +303,7 @@ def test_groups_of_rows_are_printed_and_written(train, tables, tmp_path, analyse
 
 
 @pytest.mark.slow
-def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, analyse_here, capsys):
+def test_a_copy_of_the_run_folder_suffices_except_for_rivals(train, tmp_path, analyse_here, capsys):
     train(0, "data.split=nodes", "data.test_fraction=0.2").check()
     assert analyse_here("runs/default") == 0
     result = json.loads(Path("runs/default/test.json").read_text())
@@ -326,18 +331,18 @@ def test_a_copy_of_the_run_folder_suffices_but_for_one_line(train, tmp_path, ana
     assert json.loads(Path("test.json").read_text()) == result
 
 
-def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_here, capsys):
+def test_a_table_with_sd_has_noise_ceilings(train, tmp_path, analyse_here, capsys):
     header, *lines = (tmp_path / "scores.tsv").read_text().splitlines()
     rows = [f"{line}\t{0.1 + 0.1 * (i % 5):.1f}" for i, line in enumerate(lines)]
     (tmp_path / "noisy.tsv").write_text("\n".join([f"{header}\tsd", *rows]) + "\n")
     log = train(0, "data.perturbations=noisy.tsv").check().stdout
-    assert "; rows are weighted in loss and metrics\n" in log
+    assert "; rows are weighted " in log
     assert analyse_here("runs/default") == 0
     printed = capsys.readouterr().out
     for text in (
-        "scores 1; rows are weighted\n",
-        "  noise ceiling  ",
-        "R2 ceiling  share of ceiling",
+        "1 score; rows are weighted\n",
+        "  Pearson noise ceiling  ",
+        "R2 noise ceiling  R2 / ceiling",
     ):
         assert text in printed
     result = json.loads(Path("runs/default/test.json").read_text())
@@ -346,8 +351,11 @@ def test_a_table_with_sd_is_analysed_beside_its_noise(train, tmp_path, analyse_h
     assert f"  {share:.4f}  " in printed
 
 
-def test_runs_of_several_losses_are_compared_by_their_scores(tmp_path, monkeypatch, capsys):
-    """Not by what one of them predicts beside; those of scores of 0 and 1 are apart."""
+def test_runs_with_different_losses_are_compared_by_their_scores(tmp_path, monkeypatch, capsys):
+    """Further predictions of one of the losses are not compared.
+
+    Runs with binary scores cannot be compared with runs with other scores.
+    """
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1)
     monkeypatch.chdir(tmp_path)
@@ -377,14 +385,15 @@ def test_runs_of_several_losses_are_compared_by_their_scores(tmp_path, monkeypat
         (0.001, 0.2, "higher"),
     ],
 )
-def test_a_model_is_above_a_rival_by_more_than_the_digits_of_a_file(low, high, place):
+def test_a_model_is_better_than_a_rival_only_by_more_than_the_rounding_of_files(low, high, place):
     rival = {"pearson": 0.9, "gain": [low, high]}
     *_, sentence = analyse.table_of_rivals({"baseline": rival})
-    assert sentence == f"strongest rival: baseline; the model's Pearson is {place}"
+    assert sentence.startswith("strongest rival: baseline; ")
+    assert sentence.endswith(f"Pearson is {place}")
 
 
-def test_rows_that_count_decide_by_their_weights():
-    """The order of rivals, the difference to each, and the best two of several runs."""
+def test_weights_of_rows_decide_about_rivals_and_the_best_two_runs():
+    """They decide the order of rivals, the difference from each, and the best two runs."""
     rows = make_rows(200)
     rows.y = normal(200, 1, seed=4)
     good = rows.y + 0.1 * normal(200, 1, seed=5)
@@ -407,17 +416,15 @@ def test_rows_that_count_decide_by_their_weights():
     assert 0 < best_two["gain"][0] < best_two["difference"] < best_two["gain"][1]
 
 
-def test_other_tables_than_the_run_had_are_no_rivals_tables(
-    trained, tmp_path, analyse_here, capsys
-):
-    """Although the test rows are the same."""
+def test_rivals_are_not_fitted_to_tables_that_have_changed(trained, tmp_path, analyse_here, capsys):
+    """They are not fitted either if the test rows of the changed tables are the same."""
     trained("optim.lr=0.0")
     assert analyse_here("runs/default") == 0
     printed = capsys.readouterr().out
     assert "not clearly higher" in printed
     test = Path("runs/default/test.tsv")
     header, *of_rows = test.read_text().splitlines(keepends=True)
-    for others in (of_rows[::-1], of_rows[1:]):  # rivals predict row by row
+    for others in (of_rows[::-1], of_rows[1:]):  # rivals need the same rows in the same order
         test.write_text(header + "".join(others))
         assert analyse_here("runs/default") == 0
         assert "the rows of test.tsv are not the test rows" in capsys.readouterr().out
@@ -428,22 +435,19 @@ def test_other_tables_than_the_run_had_are_no_rivals_tables(
     lines[row + 1] = lines[row + 1].split("\t")[0] + "\t77"
     path.write_text("\n".join(lines) + "\n")
     assert analyse_here("runs/default") == 0
-    reason = "that do not use the model: the tables have changed since the run"
-    assert reason in capsys.readouterr().out
+    assert "the tables have changed since the run" in capsys.readouterr().out
 
 
-def test_without_a_rival_in_the_file_the_others_are_compared_all_the_same(
-    trained, analyse_here, capsys
-):
+def test_without_a_rival_in_the_file_other_rivals_are_still_compared(trained, analyse_here, capsys):
     trained("model.start=mean")
     assert analyse_here("runs/default") == 0
     printed = capsys.readouterr().out
-    assert "\ntest.tsv has no rival, " in printed
+    assert "\ntest.tsv has no predictions of a rival, " in printed
     assert "\nstrongest rival: " in printed
     assert "baseline" not in printed
 
 
-def test_without_the_part_that_fits_rivals_a_line_says_so(
+def test_a_line_reports_that_the_part_that_fits_rivals_is_missing(
     trained, analyse_here, monkeypatch, capsys
 ):
     trained("model.start=mean")
@@ -456,23 +460,23 @@ def test_without_the_part_that_fits_rivals_a_line_says_so(
     assert found["by_unseen"]["0"]["pearson"] is not None
 
 
-def test_many_scores_are_printed_in_part():
+def test_of_many_scores_only_the_first_are_printed():
     rows = make_rows(50, analyse.SHOWN + 3)
     lines = analyse.table(metrics_by_group(rows), rows.rivals)
     assert sum(line.startswith("t") for line in lines) == analyse.SHOWN
     *lines, more = lines
-    assert more == "and 3 more scores, see test.json"
+    assert "3 more scores" in more
     assert len({len(line) for line in lines}) == 1
 
 
-def test_home_and_variables_stand_for_the_folders_of_runs(monkeypatch):
+def test_home_and_variables_in_run_folders_are_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("RUNS", "/scratch/runs")
     parsed = analyse.read_arguments(["~/runs/a", "$RUNS/b", "runs/c"])
     assert list(map(str, parsed.runs)) == ["/home/me/runs/a", "/scratch/runs/b", "runs/c"]
 
 
-def test_undefined_figures_are_null_and_a_dash(tmp_path, analyse_here, capsys):
+def test_undefined_metrics_are_null_in_json_and_a_dash_in_tables(tmp_path, analyse_here, capsys):
     rows = [("a", 0, "", "", 2, 3), ("b", 1, "b", "", 1, 3)]
     write_table(tmp_path / "test.tsv", [HEADER, *rows])
     (tmp_path / "config.yaml").touch()
@@ -486,7 +490,7 @@ def test_undefined_figures_are_null_and_a_dash(tmp_path, analyse_here, capsys):
 
 
 def test_rows_with_a_score_and_all_rows_are_counted(tmp_path, analyse_here, capsys):
-    """The second column of counts is empty for a group whose rows all have a score."""
+    """The second column of counts is empty for a group in which all rows have a score."""
     rows = []
     for row in range(9):
         genes = f"A{row},B" if row < 5 else f"A{row}"
@@ -502,14 +506,14 @@ def test_rows_with_a_score_and_all_rows_are_counted(tmp_path, analyse_here, caps
     assert groups["1"]["n"] == 4
     assert "rows" not in groups["1"]
     first, header, *lines = capsys.readouterr().out.splitlines()
-    assert first == "test.tsv: rows 9, scores 1"
-    assert re.split(r"  +", header)[1:4] == ["rows", "all rows", "Pearson"]
+    assert first == "test.tsv: 9 test rows, 1 score"
+    assert re.split(r"  +", header)[1:4] == ["rows", "incl. unscored rows", "Pearson"]
     counts = [re.split(r"  +", line)[:3] for line in lines[:3]]
-    one, two = "deletions 1", "deletions 2"
-    assert counts == [["all", "7", "9"], [one, "4", "1.0000"], [two, "3", "5"]]
+    one, two = "1 perturbed gene", "2 perturbed genes"
+    assert counts == [["all rows", "7", "9"], [one, "4", "1.0000"], [two, "3", "5"]]
 
 
-def test_each_of_several_scores_has_the_number_of_its_rows():
+def test_each_of_several_scores_has_its_own_number_of_rows():
     rows = make_rows(30, 2)
     rows.y[:5, 1] = math.nan
     counts = (~rows.y.isnan()).sum(dim=0).tolist()
@@ -519,7 +523,7 @@ def test_each_of_several_scores_has_the_number_of_its_rows():
 
 
 # ---- Several runs --------------------------------------------------------------------------------
-def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, capsys):
+def test_each_run_and_the_ensemble_are_compared(train, tmp_path, analyse_here, capsys):
     options = {
         "a": ["run.seed=1"],
         "b": ["run.seed=2"],
@@ -531,8 +535,8 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
     assert analyse_here("runs/a", "runs/b", "runs/c") == 0
     lines = capsys.readouterr().out.splitlines()
 
-    # First the runs side by side.
-    header, *rows = [re.split(r"  +", line.strip()) for line in lines[:4]]
+    # The first table compares the options and the best steps of the runs.
+    header, *rows = [re.split(r"  +", line.strip()) for line in lines[1:5]]
     assert header == [
         "run.seed", "model.layers", "model.readout", "best step", "val loss", "test loss",
         "val pearson", "test pearson",
@@ -550,11 +554,11 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
         assert [float(figure) for figure in figures] == pytest.approx(expected, abs=1e-4)
     in_val = [float(row[-2]) for row in rows]
     assert in_val == sorted(in_val, reverse=True)
-    assert lines[4] == ""
+    assert lines[5] == ""
 
-    # Then their predictions.
-    assert lines[5].startswith("3 runs: ")
-    figures = {line.split("  ")[0].strip(): line for line in lines[7:13]}
+    # The second table compares their predictions.
+    assert lines[6].startswith("3 runs: ")
+    figures = {line.split("  ")[0].strip(): line for line in lines[8:14]}
     together = ["mean", "standard deviation", "ensemble"]
     assert list(figures) == ["runs/a", "runs/b", "runs/c", *together]
     pearson = [float(re.search(r"-?0\.\d+", line)[0]) for line in list(figures.values())[:5]]
@@ -562,17 +566,16 @@ def test_runs_are_compared_alone_and_together(train, tmp_path, analyse_here, cap
     assert pearson[4] == pytest.approx(statistics.stdev(pearson[:3]), abs=2e-4)
     assert " to " in figures["ensemble"]
     assert " to " not in figures["runs/a"]
-    assert lines[13].startswith("best two runs, runs/")
+    assert lines[14].startswith("best two runs: ")
 
     train(0, "data.split_seed=1", "run.name=other").check()
     assert analyse_here("runs/a", "runs/other") == 2
-    message = "error: runs/a, runs/other share some test rows but not all"
-    assert message in capsys.readouterr().err
+    assert "error: runs/a, runs/other share some test rows " in capsys.readouterr().err
 
 
 # ---- Folds ---------------------------------------------------------------------------------------
 def columns_of(*files: Path) -> np.ndarray:
-    """Returns weight, score, prediction and baseline of the rows of test.tsv files, [rows, 4]."""
+    """Returns weight, score, prediction and baseline of all rows of test.tsv files, [rows, 4]."""
     lines = [line for file in files for line in file.read_text().splitlines()[1:]]
     return np.array([line.split("\t")[3:] for line in lines], dtype=float)
 
@@ -585,7 +588,10 @@ def weighted_pearson(y: np.ndarray, prediction: np.ndarray, weight: np.ndarray) 
 def test_folds_are_a_cross_validation_of_ensembles(
     train, tmp_path, analyse_here, monkeypatch, capsys
 ):
-    """Of 2 seeds each, in a split by nodes: rows of two nodes may be tested in both folds."""
+    """There are two folds with two seeds each, in a split by nodes.
+
+    Rows with two nodes may be tested in both folds.
+    """
     header, *lines = (tmp_path / "scores.tsv").read_text().splitlines()
     rows = [f"{line}\t{0.1 + i % 5}" for i, line in enumerate(lines)]
     (tmp_path / "weighted.tsv").write_text("\n".join([f"{header}\tweight", *rows]) + "\n")
@@ -614,7 +620,7 @@ def test_folds_are_a_cross_validation_of_ensembles(
     of_baseline = pytest.approx(weighted_pearson(y, baseline, weight))
     assert all_folds["baseline_pearson"] == of_baseline
     (of_rival,) = [rival for name, rival in all_folds["rivals"].items() if "baseline" in name]
-    assert of_rival["pearson"] == of_baseline  # fitted again, in the order of the rows
+    assert of_rival["pearson"] == of_baseline  # although the rival is fitted again
 
     each = [weighted_pearson(fold[:, 1], fold[:, 2], fold[:, 0]) for fold in folds]
     in_figures = [figures["pearson"] for figures in found["figures"].values()]
@@ -631,16 +637,13 @@ def test_folds_are_a_cross_validation_of_ensembles(
     assert json.loads(capsys.readouterr().out) == without_nan(found)
     assert analyse_here(*runs) == 0
     printed = capsys.readouterr().out
-    assert (
-        f"\n4 runs of 2 folds, each fold named after its first run: rows {len(y)}, scores 1; "
-        in printed
-    )
-    (line,) = [line for line in printed.splitlines() if line.startswith("all  ")]
+    assert "\n4 runs of 2 folds, " in printed and f" {len(y)} test rows, 1 score; " in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("all rows  ")]
     printed_metrics = [all_folds["pearson"], all_folds["baseline_pearson"]]
-    assert [float(cell) for cell in line.split()[2:4]] == pytest.approx(printed_metrics, abs=1e-4)
+    assert [float(cell) for cell in line.split()[3:5]] == pytest.approx(printed_metrics, abs=1e-4)
 
 
-def test_runs_that_share_some_rows_are_no_folds():
+def test_runs_that_share_only_some_rows_are_not_folds():
     rows = replace(make_rows(24), unseen_genes=[""] * 24)
     first, second = (rows.select(torch.arange(24).unsqueeze(1) % 2 == k) for k in range(2))
     members = {"a": first, "b": second, "c": first, "d": second}
@@ -651,18 +654,18 @@ def test_runs_that_share_some_rows_are_no_folds():
     of_others = [replace(second, rivals={}), replace(second, targets=["other"])]
     for others in (rows, weighted, noisy, *of_others):
         for runs in ({"a": first, "b": others}, {"a": others, "b": first}):
-            with pytest.raises(UserError, match=r"^a, b share some test rows but not all"):
+            with pytest.raises(UserError, match=r"^a, b share some test rows "):
                 folds_of(runs)
 
 
-def test_a_row_that_two_folds_test_is_drawn_with_the_unseen_nodes_of_both():
+def test_a_row_that_two_folds_test_has_the_unseen_nodes_of_both_folds():
     rows = replace(make_rows(1), genes=["A,B"], y=torch.ones(1, 1).double())
     members = {name: replace(rows, unseen_genes=[name]) for name in "AB"}
     assert folds_of(members) == {"A": ["A"], "B": ["B"]}
     assert together(list(members.values())).unseen_genes == ["A,B", "A,B"]
 
 
-def test_a_cut_line_of_metrics_is_left_out_and_a_missing_file_is_named(
+def test_a_truncated_line_of_metrics_is_ignored_and_a_missing_file_is_an_error(
     train, tmp_path, analyse_here, capsys
 ):
     train(0, "run.name=a").check()
@@ -670,7 +673,7 @@ def test_a_cut_line_of_metrics_is_left_out_and_a_missing_file_is_named(
     with (tmp_path / "runs/b/metrics.jsonl").open("a") as file:
         file.write('{"kind": "tr')
     assert analyse_here("runs/a", "runs/b") == 0
-    of_a, of_b = capsys.readouterr().out.splitlines()[1:3]
+    of_a, of_b = capsys.readouterr().out.splitlines()[2:4]
     assert of_a.removeprefix("runs/a") == of_b.removeprefix("runs/b")
     (tmp_path / "runs/b/metrics.jsonl").unlink()
     assert analyse_here("runs/a", "runs/b") == 2

@@ -1,4 +1,4 @@
-"""analyse_metrics.py: metrics of test rows and of groups, and intervals, beside definitions."""
+"""analyse_metrics.py: metrics of test rows and of groups, and intervals, equal definitions."""
 
 import json
 import math
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
-    """Returns some of the rows, bool [n]."""
+    """Returns the rows that are True in `chosen`, bool [n]."""
     numbers = chosen.nonzero().flatten().tolist()
     fields = {"targets": rows.targets}
     for name in ("genes", "unseen_genes"):
@@ -43,10 +43,10 @@ def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
     return Results(**fields)
 
 
-def test_the_noise_ceiling_is_what_predictions_without_an_error_reach():
-    """Of 4,000 rows whose scores have a known noise; a third of one score is missing.
+def test_perfect_predictions_reach_the_noise_ceiling():
+    """There are 4,000 rows with known noise; a third of the values of one score is missing.
 
-    By weight, 1 / sd**2, the noise has the variance 0.5, the truth 1.
+    With the weights 1 / sd**2, the variance of the noise is 0.5, and the variance of the truth 1.
     """
     truth = normal(4000, 2)
     sd = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -71,7 +71,7 @@ def test_ranks_do_not_depend_on_an_offset():
 
 
 @pytest.mark.parametrize("has_sd", [False, True])
-def test_groups_are_analysed_as_their_rows_alone(has_sd):
+def test_the_metrics_of_a_group_equal_the_metrics_of_its_rows(has_sd):
     rows = make_rows(120, 2)
     if has_sd:
         sd = torch.rand(120, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -85,7 +85,8 @@ def test_groups_are_analysed_as_their_rows_alone(has_sd):
             chosen = (count == int(k)) if k != "3" else (count >= 3)
             part = chosen_rows(rows, chosen)
             alone = metrics_by_group(part)
-            # Those without genes are one cluster, so that their interval is nan.
+            # All rows without genes are in one cluster, so their interval is nan. Texts are
+            # compared, because nan != nan.
             assert json.dumps(group) == json.dumps({key: alone[key] for key in group})
             assert group["n"] == (~part.y.isnan()).any(dim=1).sum()
     for name in result["targets"]["t0"].keys() - {"n"}:
@@ -94,8 +95,8 @@ def test_groups_are_analysed_as_their_rows_alone(has_sd):
     assert "targets" not in metrics_by_group(make_rows(20))
 
 
-def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatch):
-    """The same metric by another name has the same intervals, computed row by row."""
+def test_a_metric_in_METRICS_has_columns_and_intervals_and_sorts_runs_and_rivals(monkeypatch):
+    """A metric that is 1 - Pearson's r has the same intervals, with the opposite sign."""
 
     def own(y, prediction, weight):
         return 1 - pearson(y, prediction, weight)
@@ -115,7 +116,7 @@ def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatc
     of_rivals = metrics_of_rivals(replace(rows, rivals={}), {"good": good, "bad": bad}, "squared")
     assert list(of_rivals) == ["bad", "good"]
     assert "own_gain" in of_rivals["bad"]
-    assert "strongest rival: bad" in table_of_rivals(of_rivals)[-1]
+    assert " bad;" in table_of_rivals(of_rivals)[-1]
     members = {}
     for name, prediction in (("good", good), ("bad", bad)):
         members[name] = replace(rows, predictions={"prediction": prediction})
@@ -124,8 +125,11 @@ def test_what_stands_in_metrics_has_columns_and_intervals_and_decides(monkeypatc
     assert best["gain"][0] < best["difference"] < best["gain"][1]
 
 
-def test_metrics_of_an_sd_stand_in_each_group_and_decide_between_runs(monkeypatch):
-    """The shares within 1 and 2 of them do not ask for a metric; rivals have neither."""
+def test_metrics_that_need_an_sd_exist_for_each_group_and_sort_runs(monkeypatch):
+    """The shares of scores within 1 and 2 sd do not require an entry in METRICS.
+
+    Rivals do not have an sd, so they do not have these metrics.
+    """
     monkeypatch.setattr("metrics.METRICS", {"fit": log_likelihood})
     rows = make_rows(60)
     narrow = {"prediction": rows.prediction, "sd": 1 + normal(60, 1, seed=5).abs()}
@@ -141,11 +145,15 @@ def test_metrics_of_an_sd_stand_in_each_group_and_decide_between_runs(monkeypatc
             assert group[name] == pytest.approx(expected.item())
         assert not {"baseline_fit", "fit_gain"} & group.keys()
     titles = re.split(r"  +", table(found, rows.rivals)[0])
-    of_sd = [title for title in titles if re.search("Fit|sd", title)]
-    assert of_sd == ["Fit", "within 1 sd (68 %)", "within 2 sd (95 %)"]
+    of_sd = [title for title in titles if re.search("Fit|within [12] sd", title)]
+    assert [title.split(" (")[0] for title in of_sd] == [
+        "Fit",
+        "share within 1 sd",
+        "share within 2 sd",
+    ]
     of_rivals = metrics_of_rivals(rows, {"bad": normal(60, 1, seed=9)}, "squared")
     assert list(of_rivals) == ["baseline", "bad"]  # by Pearson's r
-    assert "strongest rival: baseline" in table_of_rivals(of_rivals)[-1]
+    assert " baseline;" in table_of_rivals(of_rivals)[-1]
     wide = {"prediction": rows.y.nan_to_num() + 0.1, "sd": 9 * narrow["sd"]}
     members = {"wide": replace(rows, predictions=wide), "narrow": rows}
     best = difference_of_best(members, "squared")
@@ -153,7 +161,7 @@ def test_metrics_of_an_sd_stand_in_each_group_and_decide_between_runs(monkeypatc
     assert best["gain"][0] < best["difference"] < best["gain"][1]
 
 
-def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
+def test_rows_are_grouped_by_level_if_all_their_genes_have_the_same_level():
     rows = make_rows(54)
     cells = ["A", "A=0.3", "A=0.3,B=0.3", "A=0.3,B", "", "C=2"]
     levels = ["0", "0.3", "0.3", None, None, "2"]
@@ -171,8 +179,8 @@ def test_rows_are_grouped_by_the_level_that_all_their_genes_have():
     assert metrics_by_group(rows)["by_level"] == {}
 
 
-def test_figures_of_profiles_equal_their_definitions():
-    """The last row has two scores, which are among its twenty largest."""
+def test_metrics_of_profiles_equal_their_definitions():
+    """The last row has only two scores. Both are among its twenty largest scores."""
     rows = make_rows(30, 40)
     rows.y[-1, 2:] = math.nan
     found = metrics_by_group(rows)
@@ -195,9 +203,9 @@ def test_figures_of_profiles_equal_their_definitions():
     assert "row_pearson" not in metrics_by_group(make_rows(30, 20))
 
 
-def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_score():
+def test_the_interval_of_profiles_contains_the_difference_if_few_rows_change_a_score():
     signal = torch.zeros(60, 60, dtype=torch.float64)
-    signal[range(60), range(60)] = 3.0  # each row changes a score of its own
+    signal[range(60), range(60)] = 3.0  # each row changes a different score
     y = signal + 0.5 * normal(60, 60)
     baseline = normal(60, 60, seed=1)
     predictions = {"prediction": signal}
@@ -211,10 +219,10 @@ def test_the_interval_of_profiles_holds_the_difference_though_few_rows_change_a_
     cluster = rows.cluster_numbers()
     gains = resampled_pearson(y, signal, cluster, 100)
     gains -= resampled_pearson(y, baseline, cluster, 100)
-    assert gains.quantile(0.975) < gain  # as resamples lack some of these rows
+    assert gains.quantile(0.975) < gain  # because resamples do not contain all of these rows
 
 
-def test_the_interval_of_the_gain_holds_the_difference():
+def test_the_interval_of_the_gain_contains_the_difference():
     rows = make_rows(2000)
     rows.genes = [f"G{row}" for row in range(2000)]
     rows.unseen_genes = [""] * 2000
@@ -224,8 +232,8 @@ def test_the_interval_of_the_gain_holds_the_difference():
     assert 0.05 < high - low < 0.2
 
 
-def test_intervals_take_a_bounded_number_of_resamples(monkeypatch):
-    """The number is that of the whole table for its groups, too."""
+def test_the_number_of_resamples_is_limited_by_the_size_of_the_table(monkeypatch):
+    """The groups of rows have the same number of resamples as the complete table."""
     asked = []
 
     def count(
@@ -254,12 +262,15 @@ def test_a_row_with_one_of_several_scores_has_a_score():
 
 # ---- Resampled rows, and their intervals ---------------------------------------------------------
 def one_each(cluster: torch.Tensor) -> torch.Tensor:
-    """Returns clusters of rows [n] that have no second one, [n, 2]."""
+    """Returns the clusters [n, 2] of rows that are each in one cluster, [n]."""
     return torch.stack([cluster, torch.full_like(cluster, -1)], dim=1)
 
 
-def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
-    """The third target's scores are constant, the second's predictions: it counts as 0."""
+def test_resampled_pearson_equals_the_correlation_of_torch_on_the_same_rows():
+    """The predictions of the second target are constant, so its correlation is 0.
+
+    The scores of the third target are constant, so it is not part of the mean.
+    """
     y = torch.stack([normal(50), 1000 + normal(50, seed=1), torch.full((50,), 0.1).double()], dim=1)
     prediction = torch.stack(
         [y[:, 0] + normal(50, seed=2), torch.full((50,), 0.7).double(), normal(50)], dim=1
@@ -273,7 +284,7 @@ def test_resampled_pearson_equals_that_of_torch_on_the_same_rows():
         torch.testing.assert_close(r, expected / 2)
 
 
-def test_a_resample_of_one_row_has_no_pearson():
+def test_a_resample_with_one_distinct_row_is_nan():
     y = normal(3, 1)
     prediction = normal(3, 1, seed=1)
     generator = torch.Generator().manual_seed(0)
@@ -289,8 +300,8 @@ def test_a_resample_of_one_row_has_no_pearson():
     assert undefined > 10
 
 
-def test_rows_of_a_unit_are_drawn_together():
-    """Units of 1 to 9 rows in any order, whatever their numbers."""
+def test_rows_of_a_cluster_are_drawn_together():
+    """Clusters have 1 to 9 rows, in random order, and numbers that are not consecutive."""
     y = normal(45, 1)
     y[3] = math.nan
     prediction = normal(45, 1, seed=1)
@@ -305,7 +316,7 @@ def test_rows_of_a_unit_are_drawn_together():
         torch.testing.assert_close(r, expected)
 
 
-def test_a_row_of_two_clusters_counts_as_often_as_the_product_of_both():
+def test_a_row_in_two_clusters_is_counted_as_often_as_the_product_of_both_counts():
     y = normal(30, 1)
     prediction = normal(30, 1, seed=1)
     cluster = torch.combinations(torch.arange(9))[:30]
@@ -322,14 +333,14 @@ def test_a_row_of_two_clusters_counts_as_often_as_the_product_of_both():
         torch.testing.assert_close(r, expected)
 
 
-def test_rows_that_all_have_the_same_two_clusters_have_no_interval():
+def test_the_interval_is_nan_if_all_rows_are_in_the_same_two_clusters():
     y = normal(20, 1)
     cluster = torch.tensor([[3, 7]]).repeat(20, 1)
     assert resampled_pearson(y, normal(20, 1, seed=1), cluster, 10).isnan().all()
 
 
 @pytest.mark.parametrize("copies", [2, 10])
-def test_replicates_tell_nothing_more_of_an_interval(copies):
+def test_replicates_do_not_change_an_interval(copies):
     y = normal(60, 2)
     prediction = y + normal(60, 2, seed=1)
     cluster = one_each(torch.arange(60))
@@ -340,7 +351,7 @@ def test_replicates_tell_nothing_more_of_an_interval(copies):
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])
-def test_fewer_than_two_clusters_have_no_interval(num_rows):
+def test_the_interval_of_a_single_cluster_is_nan(num_rows):
     y = normal(num_rows, 2)
     cluster = one_each(torch.full((num_rows,), 5))
     values = resampled_pearson(y, normal(num_rows, 2, seed=1), cluster, 10)
@@ -348,5 +359,5 @@ def test_fewer_than_two_clusters_have_no_interval(num_rows):
     assert all(math.isnan(end) for end in interval(values))
 
 
-def test_an_interval_holds_the_middle():
+def test_an_interval_contains_the_middle_95_percent():
     assert interval(torch.linspace(0, 1, 1001)) == pytest.approx([0.025, 0.975])

@@ -1,4 +1,4 @@
-"""analyse_results.py: what is read of a test.tsv, and what its rows are drawn with."""
+"""analyse_results.py: reading test.tsv, and the bootstrap clusters of its rows."""
 
 import pytest
 import torch
@@ -15,28 +15,28 @@ from tests.template.results import HEADER, normal
     [
         (
             [HEADER[:4]],
-            r"test.tsv:1: the header is not genes, unseen, unseen_genes and .*: repeat the command",
+            r"test.tsv:1: the columns are not .*: repeat the command",
         ),
-        ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the header is not"),
-        ([HEADER[:3]], r"test.tsv:1: the header is not"),
-        ([(*HEADER[:2], *HEADER[3:])], r"test.tsv:1: the header is not"),
-        ([HEADER], r"test.tsv:1: there are no rows"),
+        ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the columns are not"),
+        ([HEADER[:3]], r"test.tsv:1: the columns are not"),
+        ([(*HEADER[:2], *HEADER[3:])], r"test.tsv:1: the columns are not"),
+        ([HEADER], r"test.tsv:1: .* not contain rows"),
         (
             [HEADER, ("a", 0, "", 1, 2, 3), ("a", 0, "", 1, 2)],
-            r"test.tsv:3: 5 cells, but the header",
+            r"test.tsv:3: .* 5 cells, but the header has 6",
         ),
         ([HEADER, ("a", "x", "", 1, 2, 3)], r"test.tsv:2: invalid literal for int"),
-        ([HEADER, ("a", "1,0", "a", 1, 2, 3)], r"test.tsv:2: 2 numbers of unseen genes"),
+        ([HEADER, ("a", "1,0", "a", 1, 2, 3)], r"test.tsv:2: .* unseen has 2 numbers"),
         ([HEADER, ("a", 0, "", 1, 2, "x")], r"test.tsv:2: could not convert string to float: 'x'"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, table, message):
+def test_an_error_names_the_damaged_line(tmp_path, table, message):
     write_table(tmp_path / "test.tsv", table)
     with pytest.raises(UserError, match=message):
         read_results(tmp_path / "test.tsv")
 
 
-# ---- Unseen for one score and not for another ----------------------------------------------------
+# ---- Genes that are unseen for one of two scores -------------------------------------------------
 TWO_SCORES = [
     (*HEADER[:3], "a", "a_prediction", "a_baseline", "b", "b_prediction", "b_baseline"),
     ("A,B", "1,0", "A", 1, 2, 3, 4, 5, 6),
@@ -46,14 +46,14 @@ TWO_SCORES = [
 ]
 
 
-def test_numbers_of_unseen_genes_that_differ_are_read_for_each_score(tmp_path):
+def test_different_numbers_of_unseen_genes_are_read_for_each_score(tmp_path):
     read = read_results(write_table(tmp_path / "test.tsv", TWO_SCORES))
     assert read.unseen.tolist() == [[1, 0], [1, 1], [0, 0], [0, 1]]
     assert read.unseen_genes == ["A", "B", "", "C"]
 
 
 def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
-    """The row `A,B` is among those of an unseen gene with its score a, not with its score b."""
+    """In the row `A,B`, A is unseen only for score a: its scores are in two different groups."""
     read = read_results(write_table(tmp_path / "test.tsv", TWO_SCORES))
     read.prediction[:, 1] = torch.tensor([50.0, 6.0, 7.0, 8.0], dtype=torch.float64)
     groups = metrics_by_group(read)["by_unseen"]
@@ -66,9 +66,9 @@ def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
     assert "rows" not in groups["1"]
 
 
-# ---- Units ---------------------------------------------------------------------------------------
+# ---- Clusters ------------------------------------------------------------------------------------
 def rows_of(genes: list[str], unseen_genes: list[str]) -> Results:
-    """Returns rows of these genes, of which these are unseen, and a random score."""
+    """Returns rows with these genes, these unseen genes, and a random score."""
     counts = [names.count(",") + 1 if names else 0 for names in unseen_genes]
     return Results(
         genes=genes,
@@ -81,30 +81,30 @@ def rows_of(genes: list[str], unseen_genes: list[str]) -> Results:
     )
 
 
-def test_replicates_are_one_unit_at_any_levels():
+def test_replicates_at_any_levels_are_one_cluster():
     rows = rows_of(["A,B", "A", "A=0,B=3", "", "A,B=0.5", "", "A=0.2"], [""] * 7)
     numbers = [0, 1, 0, 2, 0, 2, 1]
     assert rows.cluster_numbers().tolist() == [[number, -1] for number in numbers]
     assert [names for ((_, names),) in rows.clusters()[-2:]] == ["", "A"]
 
 
-def test_rows_with_an_unseen_gene_are_one_unit_at_any_level():
+def test_rows_with_the_same_unseen_gene_at_any_level_are_one_cluster():
     rows = rows_of(["A,X", "X=0.3", "B,X", "A,Y", "A,B"], ["X", "X", "X", "Y", ""])
     assert rows.cluster_numbers().tolist() == [[number, -1] for number in (0, 0, 0, 1, 2)]
     assert rows.clusters()[1:4] == [[("gene", name)] for name in "XXY"]
 
 
-def test_rows_of_two_unseen_genes_have_two_clusters():
+def test_rows_with_two_unseen_genes_have_two_clusters():
     rows = rows_of(["X,Y", "A,Y", "W,X", "A,B"], ["X,Y", "Y", "W,X", ""])
     assert rows.cluster_numbers().tolist() == [[0, 1], [1, -1], [0, 2], [3, -1]]
 
 
-def test_of_several_unseen_genes_two_of_the_most_rows_are_the_clusters():
+def test_of_several_unseen_genes_the_two_with_the_most_rows_are_the_clusters():
     names = ["W,X,Y,Z", "Y,Z", "W,Z", "V,W,X"]
     clusters = [{name for _, name in clusters} for clusters in rows_of(names, names).clusters()]
     assert clusters == [{"W", "Z"}, {"Y", "Z"}, {"W", "Z"}, {"W", "X"}]
 
 
-def test_a_set_that_is_called_as_an_unseen_gene_is_another_unit():
+def test_a_set_and_an_unseen_gene_with_the_same_name_are_different_clusters():
     rows = rows_of(["X", "X,Y"], ["", "X"])
     assert rows.cluster_numbers().tolist() == [[0, -1], [1, -1]]

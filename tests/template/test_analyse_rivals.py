@@ -1,6 +1,6 @@
-"""The rivals of the model in tests.bench.quality, and the figures made of them.
+"""The rivals of the model in tests.bench.quality, and the results that it prints.
 
-They run on tables whose effects they can know or not.
+Each rival must predict tables with effects that it can represent, and fail on other tables.
 """
 
 import copy
@@ -52,9 +52,9 @@ def make_tables(
     num_rows: int | None = None,
     edges: torch.Tensor | None = None,
 ) -> Tables:
-    """Returns a table of all or `num_rows` sets of `size` genes and their `score`.
+    """Returns tables with all sets of `size` genes, or with `num_rows` of them.
 
-    It has no edges unless some are given.
+    `score` maps the genes of a set to its score. By default, there are no edges.
     """
     sets = list(itertools.combinations(range(NUM_GENES), size))
     order = torch.randperm(len(sets), generator=torch.Generator().manual_seed(0))[:num_rows]
@@ -95,9 +95,9 @@ def on_test_rows(tables: Tables, prediction: torch.Tensor) -> float:
 
 
 def module_edges() -> torch.Tensor:
-    """Returns edges from each gene of four modules to two of the module's own.
+    """Returns edges from each gene of four modules to two genes of its own module.
 
-    A module is the genes k, k + 4, ...
+    Module k consists of the genes k, k + 4, ...
     """
     genes = torch.arange(NUM_GENES)
     return torch.stack([torch.cat([genes, genes]), torch.cat([genes % 4, genes % 4 + 4])])
@@ -105,7 +105,7 @@ def module_edges() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", BASELINES | LEVELS)
 @pytest.mark.parametrize("split", ["random", "nodes"])
-def test_a_baseline_does_not_see_the_test_scores(name, split):
+def test_a_rival_does_not_use_the_test_scores(name, split):
     rival = (BASELINES | LEVELS)[name]
     effect = normal(NUM_GENES, 3)
 
@@ -124,14 +124,14 @@ def test_a_baseline_does_not_see_the_test_scores(name, split):
 
 
 def random_levels(tables: Tables) -> torch.Tensor:
-    """Returns the level 0, 0.5 or 3 of each of `tables.perturbed`."""
+    """Returns a random level, 0, 0.5 or 3, for each entry of `tables.perturbed`."""
     generator = torch.Generator().manual_seed(0)
     levels = torch.tensor([0.0, 0.5, 3.0], dtype=torch.float64)
     return levels[torch.randint(3, (len(tables.perturbed),), generator=generator)]
 
 
-def test_each_rival_of_levels_knows_its_own_response():
-    """Linear in the level, quadratic, of its logarithm, and any other."""
+def test_each_rival_for_levels_fits_its_own_kind_of_response():
+    """The response is linear in the level, quadratic, includes its logarithm, or is arbitrary."""
     tables = make_tables(zero, 3, "random", num_rows=600)
     tables.level = random_levels(tables)
     dose = 1 - tables.level
@@ -188,7 +188,7 @@ def test_low_rank_pairs_are_found_in_rows_of_any_size(size):
     assert on_test_rows(tables, low_rank(problem)) > 0.97
 
 
-def test_recurring_pairs_get_an_effect_of_their_own():
+def test_recurring_pairs_get_their_own_effect():
     effect = normal(NUM_GENES)
 
     def score(genes: tuple[int, ...]) -> torch.Tensor:
@@ -213,8 +213,8 @@ def test_without_recurring_pairs_the_ridge_remains():
 
 
 @pytest.mark.parametrize("rival", [neighbours, low_rank_neighbours])
-def test_an_unseen_gene_is_known_by_its_neighbours(rival):
-    """Scores depend on the genes' modules only, which the graph tells."""
+def test_an_unseen_gene_is_predicted_from_its_neighbours(rival):
+    """Scores depend only on the modules of the genes, and edges are only within modules."""
     effect = normal(4, 4)
 
     def score(genes: tuple[int, ...]) -> torch.Tensor:
@@ -228,8 +228,8 @@ def test_an_unseen_gene_is_known_by_its_neighbours(rival):
     assert on_test_rows(no_edges, rival(Problem(no_edges))) < 0.8
 
 
-def test_an_unseen_gene_is_known_by_its_features():
-    """Random vectors in their place tell nothing."""
+def test_an_unseen_gene_is_predicted_from_its_features():
+    """Random features are not informative."""
     x = normal(NUM_GENES, 3)
     effect = x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     tables = make_tables(lambda genes: effect[list(genes)].sum(), 2, "nodes")
@@ -255,7 +255,7 @@ def test_neighbours_equal_a_plain_loop(split):
     weight = (adjacency @ adjacency.T / 0.3).exp()
     train_rows = set(tables.rows("train").tolist())
     pairs = tables.perturbed.view(-1, 2).tolist()
-    interaction = {}  # of each pair in a training row, in both orders
+    interaction = {}  # residual of each pair in a training row, in both orders
     for row, (a, b) in enumerate(pairs):
         if row in train_rows:
             interaction[a, b] = problem.residual[row]
@@ -265,7 +265,7 @@ def test_neighbours_equal_a_plain_loop(split):
     ridge = dict(zip(problem.nodes.tolist(), problem.effect.tolist(), strict=True))
 
     def average(terms: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Returns the mean of values with weights."""
+        """Returns the weighted mean of values, given (weight, value) pairs."""
         return sum(w * value for w, value in terms) / sum(w for w, _ in terms)
 
     def effect_of(node: int) -> torch.Tensor | float:
@@ -288,7 +288,7 @@ def test_neighbours_equal_a_plain_loop(split):
     torch.testing.assert_close(neighbours(problem, [("cosine", 0.3)]), torch.stack(expected))
 
 
-def test_the_summary_compares_with_the_baseline_that_validation_prefers():
+def test_the_summary_compares_with_the_rival_that_is_best_in_validation():
     y = normal(400, 1)
 
     def result(noise: float, validation: float, seed: int) -> dict:
@@ -326,7 +326,7 @@ def test_the_summary_compares_with_the_baseline_that_validation_prefers():
 
 
 def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
-    """It and the ridge have the figures of tests/bench/README.md."""
+    """The noise ceiling and the ridge have the values in tests/bench/README.md."""
     monkeypatch.setattr(quality, "BASELINES", {"additive ridge": BASELINES["additive ridge"]})
     write_defaults(tmp_path)
     arguments = [
@@ -342,7 +342,7 @@ def test_the_noise_ceiling_of_a_preset_is_a_contestant(tmp_path, monkeypatch):
 
 
 def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
-    """Members that err independently of each other are better together."""
+    """The mean is better than its members, because their errors are independent."""
     tables = data.load(DataConfig(cache_dir=str(tmp_path)))
 
     def ours(name, overrides, options, ddp):
@@ -365,8 +365,8 @@ def test_the_mean_of_several_seeds_is_a_contestant(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("split", ["random", "nodes"])
-def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
-    """Some sets recur, at other levels, too; some nodes are unseen for one of two scores."""
+def test_the_study_draws_the_same_clusters_as_the_analysis(tmp_path, split):
+    """Some sets recur, also at different levels. Some nodes are unseen for one of two scores."""
     tables = make_tables(zero, 2, split, num_rows=300)
     tables.level = random_levels(tables)
     tables.y = normal(300, 2)
@@ -386,7 +386,7 @@ def test_the_study_draws_the_units_that_the_analysis_draws(tmp_path, split):
 
 
 @pytest.mark.parametrize("split", ["random", "nodes"])
-def test_permuted_names_change_nothing_but_the_graph(tmp_path, split):
+def test_permuted_names_change_only_the_graph(tmp_path, split):
     options = DataConfig(split=split, cache_dir=str(tmp_path))
     overrides = permute_names(Config(data=options), tmp_path)
     changed = dict(override.removeprefix("data.").split("=") for override in overrides)

@@ -1,4 +1,4 @@
-"""The additive baseline: equal to dense solutions, on tables with gaps and on odd ones."""
+"""The additive baseline: it equals dense solutions, also for missing scores and unusual tables."""
 
 import math
 from dataclasses import replace
@@ -19,9 +19,9 @@ from tests.template.tables import above_median, dense_design, on_one_relation
 
 
 def mixed_tables() -> Tables:
-    """Returns 400 samples of none to five of 30 genes, with three gappy scores.
+    """Returns 400 samples of up to five of 30 genes, with three scores, of which some are missing.
 
-    The genes' effects have a mean. Four of the genes occur in no training row; two of these have
+    The mean effect of the genes is 1. Four genes do not occur in training rows. Two of these have
     a neighbour.
     """
     random = Random(0)
@@ -38,7 +38,7 @@ def mixed_tables() -> Tables:
 
 
 def some_weights(tables: Tables) -> torch.Tensor:
-    """Returns a weight of each row from 0.01 to 100."""
+    """Returns a random weight from 0.01 to 100 for each row."""
     generator = torch.Generator().manual_seed(3)
     return 10 ** (4 * torch.rand(len(tables.y), dtype=torch.float64, generator=generator) - 2)
 
@@ -47,9 +47,9 @@ def some_weights(tables: Tables) -> torch.Tensor:
     ("sizes", "is_weighted"), [("mixed", False), ("mixed", True), ("pairs", False)]
 )
 def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch):
-    """Intercept and count are not penalised; the weights of a score have a mean of 1.
+    """The intercept and the slope are not penalised. Weights are scaled to a mean of 1 per score.
 
-    Where all rows knock out two nodes, the count says nothing.
+    If all rows knock out two nodes, no row identifies the slope, and it is 0.
     """
     tables = mixed_tables()
     if is_weighted:
@@ -80,7 +80,7 @@ def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch
         if is_weighted:
             weight = tables.weight[rows] / tables.weight[rows].mean()
         weighted = x.T * weight
-        share = 1 / weight.square().mean()  # of the rows, as which they count
+        share = 1 / weight.square().mean()  # effective number of rows, divided by all rows
         solution = torch.linalg.solve(weighted @ x + share * penalty, weighted @ y)
         solution[-4:] = found.imputed[-4:, 0, t]
         prediction = design[:, columns] @ solution
@@ -101,8 +101,8 @@ def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch
 
 
 @pytest.mark.parametrize("loss", ["squared", "binary"])
-def test_the_baseline_of_a_target_is_the_same_alone_and_beside_others(loss):
-    """Although the gaps of the others differ."""
+def test_the_baseline_of_a_target_does_not_depend_on_other_targets(loss):
+    """Different scores of the other targets are missing."""
     tables = mixed_tables()
     if loss == "binary":
         tables.y = above_median(tables.y)
@@ -130,7 +130,10 @@ KINDS = {
 def test_the_baseline_of_a_target_does_not_depend_on_the_levels_of_rows_that_lack_it(
     loss, own, others
 ):
-    """Nor do its effects, in a basis that the rows of both targets decide, at any level."""
+    """Its responses do not depend on them either, at any level.
+
+    The rows of both targets decide the basis in which the effects are stored.
+    """
     tables = levelled_tables(KINDS[own], 0.5 * (len(KINDS[own]) > 1), num_rows=300)
     further = levelled_tables(KINDS[others], 0.5 * (len(KINDS[others]) > 1), 1, num_rows=300)
     asked = tables_of([{k % 80: (0.0, 0.3, 3.0)[k % 3]} for k in range(240)], torch.zeros(240))
@@ -165,10 +168,12 @@ def test_the_baseline_of_a_target_does_not_depend_on_the_levels_of_rows_that_lac
     assert difference.abs().max() < 1e-4 * std
 
 
-def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
-    """Equal to dense products on the graph that suits a score best, by those that are seen for it.
+def test_an_unseen_node_gets_the_mean_effect_of_nodes_one_and_two_hops_away():
+    """The imputed effects equal dense products.
 
-    Node 6 has no edges and node 7 only one to itself: they get the mean of all.
+    For each score, they are computed on the graph with the smallest error on the nodes that are
+    seen for the score. Node 6 does not have edges, and node 7 only has an edge to itself. Both get
+    the mean effect of all seen nodes.
     """
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(6, (2, 14), generator=generator)
@@ -222,7 +227,7 @@ def test_an_unseen_node_gets_the_mean_effect_of_those_one_and_two_hops_away():
         chosen.add(least // len(PENALTIES))
         torch.testing.assert_close(found[:, t], imputed[least])
         torch.testing.assert_close(found[6:, t], mean.expand(2))
-    assert chosen != {0}  # a relation by itself suits a score better than all together
+    assert chosen != {0}  # for one score, a single relation is better than all relations
 
 
 def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkeypatch):
@@ -242,16 +247,16 @@ def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkey
         torch.testing.assert_close(found.prediction[:, t], probability)
         weight = tables.weight[rows] / tables.weight[rows].mean()
         gradient = design[rows].T @ (weight * (probability[rows] - tables.y[rows, t]))
-        share = 1 / weight.square().mean()  # of the rows, as which they count
+        share = 1 / weight.square().mean()  # effective number of rows, divided by all rows
         gradient[2:] += 2 * share * parameters[2:] * seen[:, t]
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
 
 
-def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(monkeypatch):
+def test_the_validation_rows_choose_the_penalty_of_the_additive_baseline(monkeypatch):
     tables = synthetic_tables(PRESETS["small"], seed=1)
     tables.split = random_split(tables, DataConfig())
     order = torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))
-    tables.y = tables.y[order]  # only noise
+    tables.y = tables.y[order]  # in random order, the scores are only noise
     val = tables.rows("val")
 
     def prediction(*penalties: float) -> torch.Tensor:
@@ -263,8 +268,8 @@ def test_the_additive_baseline_takes_the_penalty_that_suits_the_validation_rows(
     torch.testing.assert_close(prediction(0.1, 10.0, 1000.0), prediction(1000.0))
 
 
-def test_noisy_rows_count_little_in_all_that_is_fitted_or_chosen():
-    """A weight is that of a measurement's variance, which differs a millionfold."""
+def test_noisy_rows_hardly_affect_the_fit_and_the_choice_of_the_penalty():
+    """The weight of a row is 1 / variance. The variances differ by a factor of a million."""
     random = Random(0)
     sets = [random.sample(range(100), 2) for _ in range(1500)]
     generator = torch.Generator().manual_seed(0)
@@ -296,8 +301,8 @@ def test_noisy_rows_count_little_in_all_that_is_fitted_or_chosen():
     torch.testing.assert_close(additive_baseline(tables).prediction, prediction)
 
 
-def test_a_column_that_is_solved_early_rests_until_the_slowest_is():
-    """Its residual would go on to the smallest numbers, by which nothing can be divided."""
+def test_a_column_that_is_solved_early_does_not_change_until_all_columns_are_solved():
+    """Otherwise, its residual would become too small to divide by."""
     matrix = torch.logspace(-1, 3, 200, dtype=torch.float64).diag()
     b = torch.randn(200, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     b[5:, 1:] = 0
@@ -326,7 +331,10 @@ def test_the_additive_baseline_is_a_constant_if_no_training_row_knocks_out_a_nod
 
 @pytest.mark.parametrize("num_test", [1, 30])
 def test_the_baseline_does_not_depend_on_which_rows_are_tested(num_test):
-    """Single deletions alone tell no slope from the intercept; pairs are sums of effects."""
+    """All training rows delete one node, so they cannot identify the slope.
+
+    The baseline of a pair is then the intercept plus both effects.
+    """
     sets = [[0]] * 4 + [[1], [2]] + [[0], [0, 1], [0, 2]] + [[0, 1, 2]] * num_test
     perturbed, perturbed_ptr = pack_sets(sets)
     y = torch.tensor([3, 3.1, 2.9, 3, 1, 0.5, 3, 4, 3.5] + [4.5] * num_test, dtype=torch.float64)
@@ -360,9 +368,9 @@ def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
 def levelled_tables(
     levels: list[float], share: float, seed: int = 0, num_rows: int = 1000
 ) -> Tables:
-    """Returns samples of none to three of 80 genes, with scores that are additive but noise.
+    """Returns samples of up to three of 80 genes, with additive scores and noise.
 
-    A `share` of the knock-outs are at levels other than the first of `levels`.
+    The first of `levels` is the most frequent. A `share` of the knock-outs have other levels.
     """
     random = Random(seed)
     weights = [1 - share, *[share / (len(levels) - 1)] * (len(levels) - 1)] if share else [1]
@@ -380,7 +388,7 @@ def levelled_tables(
 
 
 def least_squares(tables: Tables, basis: torch.Tensor, penalty: float) -> np.ndarray:
-    """Returns what the ridge predicts of the only score, [n], by a dense orthogonal solver."""
+    """Returns the predictions of a ridge regression for the only score, [n], by a dense solver."""
     design = dense_design(tables, basis).numpy()
     train = tables.rows("train")
     penalties = np.diag([0, 0, *[math.sqrt(penalty)] * (design.shape[1] - 2)])
@@ -396,7 +404,7 @@ def least_squares(tables: Tables, basis: torch.Tensor, penalty: float) -> np.nda
     ("levels", "share"),
     [([0.0, 1e4], 0.01), ([0.0, 0.3, 1e4], 0.5), ([0.9999], 0), ([0.999, 0.9999, 1000], 0.4)],
 )
-def test_the_fit_is_the_dense_one_for_levels_up_to_10000_and_close_to_1(
+def test_the_fit_equals_a_dense_solution_for_levels_up_to_10000_and_close_to_1(
     monkeypatch, levels, share, penalty
 ):
     monkeypatch.setattr("baseline.PENALTIES", (penalty,))
@@ -429,7 +437,7 @@ def test_the_gradient_of_a_logistic_fit_vanishes_for_levels_up_to_10000(
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_the_logistic_fit_of_equal_scores_ends(value):
-    """Although their likelihood has no maximum."""
+    """It ends although the likelihood of such scores does not have a maximum."""
     tables = levelled_tables([0.0], 0)
     tables.y = torch.full_like(tables.y, value)
     found = additive_baseline(tables, "binary")

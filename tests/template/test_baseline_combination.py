@@ -1,4 +1,4 @@
-"""Combinations: sums, largest and smallest responses, with their weights fitted together."""
+"""Combinations of the sum, the largest and the smallest response, and the fit of their weights."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ SEEDS = (2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 39, 66)
 
 @pytest.fixture
 def few_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets fits try two penalties in place of all, for tests that do not depend on the choice."""
+    """Makes fits try only two penalties, for tests that do not depend on the penalty."""
     monkeypatch.setattr(baseline_combination, "PENALTIES", (0.3, 0.01))
 
 
@@ -56,7 +56,10 @@ def test_a_combination_is_found(weights, levels):
 
 
 def test_a_sum_stays_a_sum():
-    """To the bit, although a combination fits the validation rows a little better by chance."""
+    """The baseline equals the additive baseline to the bit.
+
+    A combination fits the validation rows slightly better by chance.
+    """
     tables = combined_tables((1.0, 0.0, 0.0), noise=0.5)
     found = fit_baseline(tables)
     assert found.weights[:, 0].tolist() == [1, 0, 0]
@@ -66,8 +69,11 @@ def test_a_sum_stays_a_sum():
 
 
 @pytest.mark.parametrize("levels", [(0.0,), (0.0, 0.25, 0.5, 0.75)])
-def test_rows_of_one_node_choose_no_combination(levels):
-    """They say nothing of how nodes combine, however much a weaker penalty would gain."""
+def test_rows_of_one_node_do_not_choose_a_combination(levels):
+    """Such rows cannot show how responses are combined.
+
+    A combination could only be better because of its smaller penalty.
+    """
     sets = [{node: level} for node in range(NUM_NODES) for level in levels] * 3
     generator = torch.Generator().manual_seed(0)
     effect = torch.randn(NUM_NODES, dtype=torch.float64, generator=generator)
@@ -82,8 +88,8 @@ def test_rows_of_one_node_choose_no_combination(levels):
 
 
 @pytest.mark.slow
-def test_each_score_is_combined_by_itself(few_penalties):
-    """Missing scores count for none of them, nor does the order of the scores."""
+def test_each_score_has_its_own_combination(few_penalties):
+    """It does not depend on the other score, of which some values are missing."""
     tables = combined_tables((0.0, 2.0, 0.0))
     others = combined_tables((1.0, 0.0, 0.0), noise=0.5)
     y = torch.cat([tables.y, others.y], dim=1)
@@ -115,8 +121,8 @@ def test_binary_scores_are_combined(few_penalties):
 
 
 @pytest.mark.slow
-def test_rows_of_little_weight_choose_and_fit_little():
-    """Two thirds of the rows are of another combination, and hardly count."""
+def test_rows_with_small_weights_hardly_affect_the_fit_and_the_choice():
+    """Two thirds of the rows come from a different combination, and have weights of 1e-6."""
     tables = combined_tables((0.0, 0.0, 2.0), num_rows=2500)
     others = combined_tables((0.0, 2.0, 0.0), num_rows=2500)
     is_misled = torch.arange(2500) % 3 > 0
@@ -131,8 +137,8 @@ def test_rows_of_little_weight_choose_and_fit_little():
 
 
 @pytest.mark.slow
-def test_unseen_nodes_take_part_with_imputed_responses():
-    """The graph joins nodes of equal effects; the scores of validation rows judge the whole."""
+def test_unseen_nodes_are_combined_with_imputed_responses():
+    """The graph connects nodes with equal effects. All validation rows have an unseen node."""
     tables = combined_tables((0.0, 0.0, 2.0), num_rows=2500)
     generator = torch.Generator().manual_seed(0)
     effect = torch.randn(6, dtype=torch.float64, generator=generator)[torch.arange(60) % 6]
@@ -152,7 +158,7 @@ def test_unseen_nodes_take_part_with_imputed_responses():
     assert on_test_rows(tables, found.prediction) > 0.98
 
 
-def test_a_fit_takes_one_thread_and_leaves_their_number(monkeypatch):
+def test_a_fit_uses_one_thread_and_then_restores_the_number_of_threads(monkeypatch):
     seen = []
 
     def combine_target(*arguments):
@@ -171,20 +177,20 @@ def test_a_fit_takes_one_thread_and_leaves_their_number(monkeypatch):
 
 @pytest.mark.slow
 def test_tables_that_are_too_large_keep_the_sum(monkeypatch, tmp_path):
-    """And the log says so."""
+    """A note in the log reports this."""
     tables = combined_tables()
     config = Config(data=DataConfig(cache_dir=str(tmp_path)))
-    note = "the table is large, so the baseline is a plain sum of effects"
-    assert note not in KnockoutTask.from_tables(tables, config).notes()
+    of_small = KnockoutTask.from_tables(tables, config).notes()
+    assert not any(note.startswith("the table is large") for note in of_small)
     monkeypatch.setattr(baseline, "MOST_COMBINED", 100)
     other = replace(config, data=DataConfig(cache_dir=str(tmp_path / "other")))
     task = KnockoutTask.from_tables(tables, other)
     assert task.baseline.weights[:, 0].tolist() == [1, 0, 0]
-    assert note in task.notes()
+    assert any(note.startswith("the table is large") for note in task.notes())
 
 
 def test_responses_that_differ_by_rounding_are_equal():
-    """A response of 0, but for rounding, is neither the largest nor the smallest."""
+    """A response that is 0 up to rounding is neither the largest nor the smallest."""
     response = torch.tensor([1e-12, 2.0, 2.0 - 1e-12, -1.0, -1e-12, -3.0], dtype=torch.float64)
     ptr = torch.tensor([0, 1, 4, 6])
     doses = Doses(torch.arange(6), ptr, torch.ones(6, 1).double(), torch.ones(3, 2).double(), 6)
@@ -193,7 +199,7 @@ def test_responses_that_differ_by_rounding_are_equal():
 
 
 def reordered(tables: Tables, order: Tensor) -> Tables:
-    """Returns the tables with their rows in another order, long [n]."""
+    """Returns the tables with their rows in the given order, long [n]."""
     sets = [{} for _ in order]
     nodes = zip(tables.sample().tolist(), tables.perturbed.tolist(), strict=True)
     for (row, node), level in zip(nodes, tables.level.tolist(), strict=True):
@@ -203,9 +209,9 @@ def reordered(tables: Tables, order: Tensor) -> Tables:
 
 
 def largest_change(tables: Tables) -> float:
-    """Returns by how much the baseline changes with the order of rows, or with a * y + b.
+    """Returns how much the baseline changes if rows are reordered, or if y becomes a * y + b.
 
-    It is the largest change of a prediction, in standard deviations of the predictions.
+    This is the largest change of a prediction, in standard deviations of the predictions.
     """
     found = fit_baseline(tables).prediction
     order = torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))
@@ -217,7 +223,7 @@ def largest_change(tables: Tables) -> float:
 
 
 def random_tables(seed: int, num_rows: int) -> Tables:
-    """Returns tables of a random combination, with levels and noise or not."""
+    """Returns tables with a random combination, random noise, and levels for some seeds."""
     random = Random(seed)
     weights = random.choice([(0.0, 2.0, 0.0), (0.0, 0.0, 2.0), (0.5, 0.5, 0.5), (0.2, 1.4, 0.2)])
     levels = random.choice([(0.0,), (0.0, 0.4, 2.0)])
@@ -226,12 +232,12 @@ def random_tables(seed: int, num_rows: int) -> Tables:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_neither_the_order_of_rows_nor_the_unit_of_scores_decides(seed, few_penalties):
-    """Rounding is not amplified, so that another CPU has the same baseline."""
+def test_the_fit_does_not_depend_on_the_order_of_rows_or_the_unit_of_scores(seed, few_penalties):
+    """Rounding errors are not amplified, so the baseline is the same on different CPUs."""
     assert largest_change(random_tables(seed, num_rows=300)) < 1e-6
 
 
-def test_the_third_of_sets_that_chooses_does_not_follow_the_order_of_rows():
+def test_the_third_of_sets_that_chooses_does_not_depend_on_the_order_of_rows():
     tables = combined_tables(num_rows=300)
     is_train = tables.is_in("train").unsqueeze(1)
     order = torch.arange(300).flip(0)
@@ -240,12 +246,12 @@ def test_the_third_of_sets_that_chooses_does_not_follow_the_order_of_rows():
     assert 0.3 < third.sum() / is_train.sum() < 0.37
 
 
-# ---- Odd tables ----------------------------------------------------------------------------------
+# ---- Unusual tables ------------------------------------------------------------------------------
 def odd(kind: str) -> Tables:
     tables = combined_tables(num_rows=200, levels=(0.0, 0.5))
     if kind == "equal scores":
         tables.y[tables.rows("train")] = 3.0
-    if kind == "one level a node":
+    if kind == "one level per node":
         tables.level = torch.where(tables.perturbed % 2 == 0, 0.0, 0.5).double()
     if kind == "two nodes always together":
         sets = [{k % 10: 0.0, k % 10 + 10: 0.0} for k in range(200)]
@@ -254,26 +260,26 @@ def odd(kind: str) -> Tables:
         sets = [{k % 4: 0.0} for k in range(10)]
         split = torch.tensor([0] * 6 + [1] * 2 + [2] * 2, dtype=torch.int8)
         tables = replace(tables, **pack_levels(sets), y=tables.y[:10], split=split)
-    if kind == "intact rows alone in training":
+    if kind == "only intact rows in training":
         sets = [{} if split == 0 else {k % 9: 0.0} for k, split in enumerate(tables.split.tolist())]
         tables = replace(tables, **pack_levels(sets))
     return tables
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")  # torch's, once in a process
+@pytest.mark.filterwarnings("ignore:Sparse")  # a warning of torch, once per process
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("loss", ["squared", "binary"])
 @pytest.mark.parametrize(
     "kind",
     [
         "equal scores",
-        "one level a node",
+        "one level per node",
         "two nodes always together",
         "ten rows",
-        "intact rows alone in training",
+        "only intact rows in training",
     ],
 )
-def test_odd_tables_have_a_finite_fit_without_a_warning(kind, loss):
+def test_unusual_tables_have_a_finite_fit_without_a_warning(kind, loss):
     tables = odd(kind)
     if loss == "binary":
         tables.y = (tables.y > tables.y.median()).double()
@@ -283,15 +289,15 @@ def test_odd_tables_have_a_finite_fit_without_a_warning(kind, loss):
             assert value.isfinite().all(), name
 
 
-def test_least_squares_shares_what_equal_features_tell():
+def test_least_squares_gives_equal_features_equal_coefficients():
     features = torch.tensor([[1.0, 2, 2, 0], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.float64)
     target = torch.tensor([[5.0], [1], [3]], dtype=torch.float64)
     found = least_squares(features, target, torch.ones(3, 1, dtype=torch.float64))
     assert found.tolist() == pytest.approx([1, 1, 1, 0])
 
 
-def test_weights_are_the_best_without_a_negative_one():
-    """Of random problems, none of a grid of weights is better."""
+def test_weights_are_the_best_weights_that_are_not_negative():
+    """For random problems, no weights of a grid have a smaller loss."""
     generator = torch.Generator().manual_seed(0)
     grid = torch.cartesian_prod(*[torch.linspace(0, 1.5, 7, dtype=torch.float64)] * 3)
     for _ in range(50):
@@ -310,8 +316,8 @@ def test_weights_are_the_best_without_a_negative_one():
 
 
 # ---- The model -----------------------------------------------------------------------------------
-def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
-    """Equal to a loop over the samples, with imputed effects where a node is hidden."""
+def test_the_readout_is_the_combination_of_the_nodes_that_are_shown():
+    """It equals a loop over the samples, with imputed effects for hidden nodes."""
     generator = torch.Generator().manual_seed(0)
     readout = BaselineReadout(num_nodes=7, num_targets=2, num_effects=3).double()
     for tensor in [*readout.parameters(), *readout.buffers()]:
@@ -345,7 +351,7 @@ def test_the_readout_is_the_combination_of_the_nodes_it_is_told():
 
 
 def test_the_model_starts_from_the_combination_and_trains_it(few_penalties):
-    """With each of the three responses."""
+    """The weights of the sum, the largest and the smallest response all have gradients."""
     tables = combined_tables((0.2, 1.4, 0.2), levels=(0.0, 0.25, 2.0))
     found = fit_baseline(tables)
     assert found.effect.size(1) == 3

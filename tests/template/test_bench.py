@@ -1,4 +1,4 @@
-"""The synthetic tables: they have the declared shape, and their scores depend on the graph."""
+"""Synthetic tables: they have the declared shape, and their scores depend on the graph."""
 
 import math
 
@@ -14,8 +14,8 @@ from tests.template.fixtures import DEFAULTS, write_defaults
 from train import read_config
 
 
-def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
-    """In any working directory; only the scores are rounded and the edges in another order."""
+def test_the_example_has_the_tables_of_the_preset_small(tmp_path, monkeypatch):
+    """Only the rounding of scores and the order of edges differ, in any working directory."""
     monkeypatch.chdir(tmp_path)
     example = load(DataConfig())
     expected = synthetic_tables(PRESETS["small"])
@@ -32,7 +32,7 @@ def test_the_example_is_what_the_preset_small_gives(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_preset_is_written_as_tables_that_train_reads(tmp_path, monkeypatch, capsys):
+def test_train_reads_the_tables_that_synthetic_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["synthetic", "network", str(tmp_path / "new/tables")])
     synthetic.main()
     write_defaults(tmp_path)
@@ -54,7 +54,7 @@ def test_a_preset_has_the_declared_shape(preset):
 
 
 def compare_with_preset(preset: str) -> None:
-    """Asserts that the tables of a preset have its sizes, and scores that noise does not drown."""
+    """Asserts that the tables of a preset have its sizes, and scores with little noise."""
     shape = PRESETS[preset]
     tables, signal = generate(shape)
     tables.split = random_split(tables, DataConfig())
@@ -73,20 +73,20 @@ def compare_with_preset(preset: str) -> None:
     assert 0.85 < pearson(tables.y[rows], signal[rows, None]).item() < 0.99
 
 
-def test_failures_spread_as_a_loop_over_nodes_says():
+def test_failures_spread_as_in_a_loop_over_nodes():
     edge_indices = [
         torch.tensor([[0, 1, 2, 3], [2, 2, 3, 4]]),
         torch.tensor([[0, 4, 5], [3, 5, 4]]),
     ]
     sets = [[], [0], [0, 1], [2, 5]]
     losses = failure_losses(edge_indices, 6, *pack_sets(sets), rounds=3)
-    suppliers = [[] for _ in range(6)]  # of each node: those on which it depends, and how much
+    suppliers = [[] for _ in range(6)]  # the suppliers of each node, and their weights
     for relation, edge_index in enumerate(edge_indices):
         for source, target in edge_index.T.tolist():
             suppliers[target].append((source, 0.5**relation))
 
     def lost(node: int, activity: list[float]) -> float:
-        """Returns how much of its supplies a node has lost, from 0 to 1."""
+        """Returns the share of its supplies that a node has lost, from 0 to 1."""
         total = sum(weight for _, weight in suppliers[node])
         missing = sum(weight * (1 - activity[source]) for source, weight in suppliers[node])
         return missing / (total or 1)
@@ -109,7 +109,7 @@ def test_failures_spread_as_a_loop_over_nodes_says():
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("planted")])
-def test_planted_scores_are_effects_of_nodes_and_what_sets_of_neighbours_share(preset):
+def test_planted_scores_are_sums_of_effects_and_counts(preset):
     tables, signal = generate(PRESETS[preset])
     neighbours = [set() for _ in tables.genes]
     targets = [set() for _ in tables.genes]
@@ -131,7 +131,7 @@ def test_planted_scores_are_effects_of_nodes_and_what_sets_of_neighbours_share(p
     rules = PRESETS[preset].rules
     of_rules = [[counts[rule](a, b) for rule in rules] for a, b in pairs.tolist()]
     count = torch.tensor(of_rules, dtype=torch.float64)
-    assert ((count > 0).double().mean(dim=0) > 0.3).all()  # of enough pairs
+    assert ((count > 0).double().mean(dim=0) > 0.3).all()  # for at least 30 % of the pairs
 
     is_knocked_out = torch.zeros(len(pairs), len(tables.genes), dtype=torch.float64)
     is_knocked_out.scatter_(1, pairs, 1.0)
@@ -145,7 +145,7 @@ def test_planted_scores_are_effects_of_nodes_and_what_sets_of_neighbours_share(p
     assert (count @ effect_of_rules).std().item() == pytest.approx(1)
 
 
-def test_synthetic_tables_depend_on_their_seed_alone():
+def test_synthetic_tables_depend_only_on_their_seed():
     one, same, other = (synthetic_tables(PRESETS["small"], seed) for seed in (0, 0, 1))
     for tables in (one, same, other):
         tables.split = random_split(tables, DataConfig())

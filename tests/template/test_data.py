@@ -1,4 +1,4 @@
-"""Options of the tables, splits, and building batches."""
+"""Loading tables, their splits, batches, and the order of rows in training."""
 
 import hashlib
 import math
@@ -30,24 +30,24 @@ from tests.template.tables import SCORES, write_tables
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-def test_tables_are_hashed_by_what_python_3_10_has(tmp_path, monkeypatch):
+def test_tables_are_hashed_without_functions_that_python_3_10_lacks(tmp_path, monkeypatch):
     monkeypatch.delattr(hashlib, "file_digest", raising=False)
     assert load(write_tables(tmp_path)).genes == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("name", ["edges", "perturbations", "features"])
 def test_a_pipe_is_refused_before_it_is_read(tmp_path, name):
-    """A process substitution, or a named pipe, at which one would wait for whoever writes to it."""
+    """To open a named pipe, or to read a process substitution again, could wait forever."""
     os.mkfifo(tmp_path / "pipe")
     options = replace(with_example(DataConfig()), **{name: str(tmp_path / "pipe")})
-    message = "pipe is a pipe, which cannot be read twice: write it to a file"
+    message = "pipe is a pipe .* cannot be read twice"
     with pytest.raises(DataError, match=message):
         load(options)
     with pytest.raises(DataError, match=message):
         read_header(str(tmp_path / "pipe"), [], ())
 
 
-def test_wrong_options_are_refused():
+def test_one_table_without_the_other_is_refused():
     message = r"data\.edges or data\.perturbations is missing"
     for files in ({"edges": "edges.tsv"}, {"perturbations": "scores.tsv"}):
         with pytest.raises(ValueError, match=message):
@@ -75,7 +75,7 @@ def test_fractions_that_leave_a_split_without_rows_are_refused(tmp_path):
 
 
 def small_tables(sets: list[list[int]], num_nodes: int = 20) -> Tables:
-    """Returns samples of these knock-outs, on a graph of one edge."""
+    """Returns samples with these knock-outs, on a graph with one edge."""
     perturbed, perturbed_ptr = pack_sets(sets)
     return Tables(
         genes=[f"g{i:02}" for i in range(num_nodes)],
@@ -88,7 +88,7 @@ def small_tables(sets: list[list[int]], num_nodes: int = 20) -> Tables:
     )
 
 
-def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
+def test_a_random_split_only_depends_on_its_seed_and_keeps_replicates_together():
     tables = small_tables([[i % 50] for i in range(200)], num_nodes=50)
     splits = [random_split(tables, DataConfig(split_seed=seed)) for seed in (0, 0, 1)]
     assert torch.equal(splits[0], splits[1])
@@ -100,7 +100,7 @@ def test_random_split_depends_on_its_seed_alone_and_keeps_replicates_together():
 
 @pytest.mark.parametrize("fold", ["", "1/4"])
 def test_a_split_by_sets_keeps_the_same_nodes_at_all_levels_together(fold):
-    """A random split parts them; of rows with one level, it is the same split."""
+    """A random split separates them. For rows with a single level, both splits are the same."""
     sets = [{a: x, b: y} for a, b in combinations(range(8), 2) for x in (0.0, 0.3) for y in (0, 2)]
     doses = replace(tables_of([*sets, {}], torch.zeros(113)), genes=list("abcdefgh"))
     for seed in range(3):
@@ -108,29 +108,29 @@ def test_a_split_by_sets_keeps_the_same_nodes_at_all_levels_together(fold):
         by_pair = random_split(doses, options)[:-1].view(28, 4)
         assert (by_pair == by_pair[:, :1]).all()
         assert len(by_pair.unique()) == 3
-        parted = random_split(doses, replace(options, split="random"))[:-1].view(28, 4)
-        assert (parted != parted[:, :1]).any()
+        separated = random_split(doses, replace(options, split="random"))[:-1].view(28, 4)
+        assert (separated != separated[:, :1]).any()
         deletions = replace(doses, level=torch.zeros_like(doses.level))
         by_levels = random_split(deletions, replace(options, split="random"))
         assert by_levels.equal(random_split(doses, options))
 
 
-def test_no_set_of_many_rows_decides_a_random_split():
-    """Intact rows train, few or many, and so do sets of more than a tenth of the rows."""
+def test_large_sets_and_intact_rows_are_used_for_training():
+    """Intact rows are used for training even if they are few. Large means above a tenth of rows."""
     small = [[k % 50] for k in range(150)]
     for added in ([[]], [[]] * 100, [[60]] * 30, [[60, 61]] * 60 + [[]] * 60, [[60]] * 18):
         tables = small_tables([*small, *added], num_nodes=62)
         for seed in range(20):
             split = random_split(tables, DataConfig(split_seed=seed))
             counts = torch.bincount(split[:150].int(), minlength=3).tolist()
-            if len(added) == 18:  # a tenth at most: where it falls says the seed
+            if len(added) == 18:  # a tenth at most: its split depends on the seed
                 assert min(counts) > 0
             else:
                 assert (split[150:] == 0).all()
                 assert counts[1:] == [15, 15]
 
 
-def test_sets_of_many_rows_fill_a_split_where_there_are_no_others():
+def test_large_sets_are_tested_if_there_are_no_other_sets():
     tables = small_tables([[k % 5] for k in range(50)] + [[]])
     split = random_split(tables, DataConfig(val_fraction=0.2, test_fraction=0.2))
     assert torch.bincount(split.int()).tolist() == [31, 10, 10]
@@ -139,7 +139,7 @@ def test_sets_of_many_rows_fill_a_split_where_there_are_no_others():
     assert random_split(tables, DataConfig(test_fraction=1.0)).unique().tolist() == [2]
 
 
-def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
+def test_a_node_split_does_not_train_on_test_nodes_and_its_seeds_test_all_nodes():
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randperm(20, generator=generator)[: k % 4].tolist() for k in range(400)]
     tables = small_tables(sets)
@@ -172,7 +172,7 @@ def test_the_node_split_trains_on_no_test_node_and_its_folds_cover_all_nodes():
 @pytest.mark.parametrize("num_folds", [2, 3, 5, 7, 20])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_each_row_of_a_random_split_is_tested_in_one_fold(num_folds, seed):
-    """Also intact and frequent ones, which no fold validates as long as there are others."""
+    """This includes intact rows and large sets, which are not used for validation here."""
     tables = small_tables([*([[k % 70] for k in range(140)]), *[[70]] * 60, []], num_nodes=71)
     num_tests = torch.zeros(len(tables.y))
     validated = set()
@@ -200,7 +200,7 @@ def test_each_node_of_a_node_split_is_tested_in_one_fold(num_folds):
             )
             splits.append(node_split(tables, options))
         counts = (torch.stack(splits) == SPLITS.index("test")).sum(dim=1)
-        assert max(counts) - min(counts) <= 2  # a node, of two rows each
+        assert max(counts) - min(counts) <= 2  # one node, which has two rows
         assert ((torch.stack(splits) == SPLITS.index("test")).sum(dim=0) == 1).all()
         assert all((split == SPLITS.index("val")).sum() == 10 for split in splits)
         tested.append(splits[0] == SPLITS.index("test"))
@@ -208,16 +208,19 @@ def test_each_node_of_a_node_split_is_tested_in_one_fold(num_folds):
 
 
 @pytest.mark.parametrize("fold", ["5/5", "6/5", "0/0", "-1/5", "1", "1/5/2", "first"])
-def test_a_fold_that_is_none_is_an_error(fold):
-    with pytest.raises(ValueError, match=f"^data.fold={fold} must be k/K with k from 0 to K - 1"):
+def test_an_invalid_fold_is_an_error(fold):
+    with pytest.raises(ValueError, match=f"^data.fold={fold} must be k/K"):
         DataConfig(fold=fold)
 
 
-def test_options_of_a_split_beside_a_split_column_and_a_split_without_rows_are_errors(tmp_path):
+def test_options_of_a_split_are_errors_if_there_is_a_column_split(tmp_path):
     for name, value in {"split": "sets", "fold": "0/3", "split_seed": 1}.items():
-        message = f"has a column split, .*: data.{name}: remove the column or"
+        message = f"has a column split, which replaces data.{name}: "
         with pytest.raises(DataError, match=message):
             load(write_tables(tmp_path, **{name: value}))
+
+
+def test_a_node_split_without_validation_rows_is_an_error(tmp_path):
     unsplit = [row[:2] for row in SCORES]
     message = r"the val split is empty \(3 rows, data.split=nodes\)"
     with pytest.raises(DataError, match=message):
@@ -231,7 +234,7 @@ def make_dataset(num_rows: int, num_nodes: int = 7) -> KnockoutDataset:
     return KnockoutDataset(tables, torch.arange(num_nodes))
 
 
-def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
+def test_a_batch_contains_its_rows_and_padding_without_weight():
     dataset = make_dataset(9)
     batch = dataset.__getitems__([2, -1, 0, 7])
     assert batch.perturbed.tolist() == [2, 3, 0, 1, 2]
@@ -247,7 +250,7 @@ def test_a_batch_holds_its_rows_and_padding_has_zero_weight():
     assert dataset.__getitems__([]).perturbed_ptr.tolist() == [0]
 
 
-def test_a_batch_brings_further_columns_of_its_rows_by_their_names():
+def test_a_batch_contains_further_columns_by_their_names():
     dataset = make_dataset(3)
     dataset.tables.columns = {"plate": torch.tensor([5, 6, 7])}
     dataset.columns = {
@@ -263,7 +266,7 @@ def test_a_batch_brings_further_columns_of_its_rows_by_their_names():
     batch = dataset.with_samples(others).__getitems__([0])
     assert batch.plate.tolist() == [1]
     assert batch["size"].tolist() == [0]
-    assert "values" not in batch  # which are those of other rows
+    assert "values" not in batch  # its entries belong to the rows of the first tables
 
 
 def test_loader_workers_give_the_same_batches():
@@ -272,14 +275,14 @@ def test_loader_workers_give_the_same_batches():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
-def test_loader_processes_beside_a_gpu_are_spawned():
-    """A fork would break CUDA."""
+def test_loader_processes_are_spawned_if_there_is_a_gpu():
+    """CUDA does not work in forked processes."""
     loader = loader_of_compared_workers("cuda", 1)
     assert loader.multiprocessing_context.get_start_method() == "spawn"
 
 
 def loader_of_compared_workers(device: str, workers: int) -> DataLoader:
-    """Returns a loader with workers, whose batches are those of one without."""
+    """Returns a loader with workers, after a comparison of its batches with a loader without."""
     dataset = make_dataset(20)
     batches = [[0, 5, 6], [7, -1, 19]]
     loader = make_loader(dataset, batches, workers, torch.device(device))
@@ -292,7 +295,7 @@ def loader_of_compared_workers(device: str, workers: int) -> DataLoader:
     return loader
 
 
-def test_the_hash_of_a_large_file_is_read_in_pieces(tmp_path):
+def test_the_hash_of_a_large_file_needs_little_memory(tmp_path):
     path = tmp_path / "large.tsv"
     path.write_bytes(bytes(range(256)) * 2**15)  # 8 MB
     expected = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -308,7 +311,7 @@ def test_the_hash_of_a_large_file_is_read_in_pieces(tmp_path):
 @pytest.mark.parametrize(
     ("world_size", "accumulate"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2), (3, 2), (5, 3)]
 )
-def test_a_step_takes_the_same_rows_with_any_world_size(world_size, accumulate):
+def test_a_step_has_the_same_rows_with_any_world_size(world_size, accumulate):
     rows = torch.arange(100, 153)
     alone = StepSampler(rows, 12, 1, 1, 0, seed=3)
     ranks = [
@@ -319,7 +322,7 @@ def test_a_step_takes_the_same_rows_with_any_world_size(world_size, accumulate):
     steps = list(alone)
     assert len(steps) == alone.steps_per_epoch == 5
     assert sorted(row for step in steps for row in step) == rows.tolist()
-    dealt = [list(sampler) for sampler in ranks]  # each rank's batches
+    dealt = [list(sampler) for sampler in ranks]  # the batches of each rank
     assert [len(batches) for batches in dealt] == [5 * accumulate] * world_size
     assert [len(sampler) for sampler in ranks] == [5 * accumulate] * world_size
     for number, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""The cache of what was read: one process builds it, and its key is all that it depends on."""
+"""The cache: its files are built by one process, and again if something they depend on changes."""
 
 import inspect
 import os
@@ -28,7 +28,7 @@ CONTENT = {"numbers": torch.arange(5)}
 
 
 def caches(folder: Path) -> list[Path]:
-    """Returns the files of a cache."""
+    """Returns the paths of the values in a cache."""
     return sorted(folder.glob("*.pt"))
 
 
@@ -57,12 +57,12 @@ def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatc
     assert not list(tmp_path.glob("cache/*.tmp"))
 
 
-def test_a_type_that_cannot_be_read_again_is_named_and_not_written(tmp_path, caplog):
-    """As of a field of one's own of `Tables`."""
+def test_a_value_that_torch_load_would_refuse_is_not_written(tmp_path, caplog):
+    """Such as a custom field of `Tables` that is a numpy array. The warning names the type."""
     content = {"own": np.zeros(3)}
     for _ in range(2):
         assert cached(tmp_path, "tables", "key", lambda: content) is content
-        assert "cannot be written: torch.load refuses numpy" in caplog.text
+        assert "cannot be written" in caplog.text and "would refuse numpy" in caplog.text
         assert "damaged" not in caplog.text
         caplog.clear()
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -86,7 +86,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, damage, caplog):
 
 @pytest.mark.parametrize("damage", [None, b"not a checkpoint"])
 def test_one_process_builds_the_cache_and_the_others_wait(tmp_path, damage):
-    """Locks are of open files, so that threads can stand in for processes."""
+    """The test uses threads instead of processes, because a lock belongs to an open file."""
     folder = str(tmp_path / "cache")
     built = []
     if damage:
@@ -119,11 +119,11 @@ def test_the_cache_is_written_atomically(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(torch, "save", full)
     assert cached(str(tmp_path), "numbers", "key", lambda: CONTENT) is CONTENT
-    assert "cannot be written: no space left" in caplog.text
+    assert "cannot be written" in caplog.text and ": no space left" in caplog.text
     assert [left.suffix for left in tmp_path.iterdir()] == [".lock"]
 
 
-def test_what_a_process_killed_while_writing_the_cache_leaves_is_overwritten(tmp_path, monkeypatch):
+def test_a_partial_file_of_a_killed_process_is_overwritten(tmp_path, monkeypatch):
     def killed(content: dict, file: Path) -> None:
         file.write_bytes(b"a part" * 1000)
         os._exit(9)
@@ -152,7 +152,7 @@ def test_a_cache_that_cannot_be_locked_is_read_but_not_written(tmp_path, monkeyp
     assert found["numbers"].tolist() == [0, 1, 2, 3, 4]
     assert caplog.text == ""
     assert cached(str(tmp_path), "numbers", "another key", dict) == {}
-    assert "cannot be written: no locks available" in caplog.text
+    assert "cannot be written" in caplog.text and ": no locks available" in caplog.text
     assert caches(tmp_path) == before
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -165,7 +165,7 @@ def test_an_unwritable_cache_folder_only_disables_the_cache(tmp_path, caplog):
 
 
 def test_without_a_cache_folder_tables_are_read_at_each_start(tmp_path, monkeypatch):
-    """And nothing is left in the working folder."""
+    """No files are left in the working directory."""
     options = replace(write_tables(tmp_path), cache_dir="")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -179,16 +179,16 @@ def test_without_a_cache_folder_tables_are_read_at_each_start(tmp_path, monkeypa
     assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_without_the_part_tables_are_read_though_a_folder_is_named(tmp_path, monkeypatch):
-    """As an analysis of an older run does, whose options name one."""
+def test_without_the_part_a_cache_folder_is_ignored(tmp_path, monkeypatch):
+    """The options of an older run may name a folder, for example if the run is analysed."""
     monkeypatch.setattr(parts, "is_here", lambda module: module != "data_cache")
     options = write_tables(tmp_path)
     assert len(load(options).y) == 3
     assert not Path(options.cache_dir).exists()
 
 
-def test_tables_are_read_again_by_another_code_of_notes(tmp_path, monkeypatch):
-    """It is imported by `optional`, which the hash of what a reader imports does not follow."""
+def test_tables_are_read_again_if_data_notes_has_changed(tmp_path, monkeypatch):
+    """`source_digest` does not include it, because it is imported with `optional`."""
     options = write_tables(tmp_path)
     load(options)
     (tmp_path / "data_notes.py").write_text(Path(data_notes.__file__).read_text() + "# edited\n")
@@ -201,7 +201,7 @@ def test_tables_are_read_again_by_another_code_of_notes(tmp_path, monkeypatch):
 # ---- Code ----------------------------------------------------------------------------------------
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a folder of copies of the modules, from which the keys are made."""
+    """Returns a folder with copies of the modules, whose code the cache hashes in this test."""
     folder = tmp_path / "sources"
     folder.mkdir()
     for path in ROOT.glob("*.py"):
@@ -212,7 +212,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return str(folder / Path(original(function)).name)
 
     monkeypatch.setattr("data_cache.inspect.getsourcefile", in_copy)
-    source_digest.cache_clear()  # a process reads its modules once
+    source_digest.cache_clear()  # because a process hashes each module only once
     yield folder
     source_digest.cache_clear()
 
@@ -224,7 +224,7 @@ def replace_text(path: Path, old: str, new: str) -> None:
 
 
 def remade(options: DataConfig) -> list[str]:
-    """Reads tables and baseline as a run does; returns the kinds of the files that are made."""
+    """Loads tables and baseline like a run; returns the kinds of the files that are written."""
     folder = Path(options.cache_dir)
     before = caches(folder)
     source_digest.cache_clear()
@@ -236,17 +236,17 @@ def remade(options: DataConfig) -> list[str]:
 ALL = ["baseline", "split", "tables"]
 
 
-TELLING_NOTHING = [  # edits after which a cache is used
+HARMLESS = [  # edits after which the cache is used
     ("data_cells.py", "\nimport csv\n", "\n# a comment\nimport csv  # and another\n"),
     ("data_cells.py", "CHUNK = 2**20  #", "CHUNK = (\n    2**20\n)  # another comment:"),
     ("data_tables.py", '"""From files to `Tables`: ', '"""Files to `Tables`: '),
-    ("data_cells.py", '"""Returns a column, ', '"""Gives a column, '),
+    ("data_cells.py", '"""Returns a column of numbers', '"""Gives a column of numbers'),
     ("data_cells.py", '"""Some consecutive rows', '"""Consecutive rows'),
     ("model.py", "SCALE = 10.0", "SCALE = 12.0"),
     ("baseline.py", '"""The baseline: a prediction', '"""The baseline: predictions'),
     ("data.py", "* config.test_fraction", "* (config.test_fraction)"),
 ]
-TELLING = [  # edits, and what is remade after them: all of a reader and what it imports
+CHANGES = [  # edits, and the kinds of files that are written again after them
     ("data_cells.py", "valid = (least < numbers)", "valid = (least <= numbers)", ALL),
     ("data_cells.py", "2**20", "2**19", ALL),
     ("errors.py", "status = 2", "status = 3", ALL),
@@ -256,21 +256,21 @@ TELLING = [  # edits, and what is remade after them: all of a reader and what it
 
 
 @pytest.mark.slow
-def test_a_cache_is_remade_if_the_code_that_makes_it_is_edited(tmp_path, sources):
+def test_the_cache_is_built_again_if_its_code_is_edited(tmp_path, sources):
     scores = [("genes", "score"), *((name, k) for k, name in enumerate("abcd" * 5))]
     options = write_tables(tmp_path, scores=scores, val_fraction=0.25, test_fraction=0.25)
     assert remade(options) == ALL
-    for file, old, new in TELLING_NOTHING:
+    for file, old, new in HARMLESS:
         replace_text(sources / file, old, new)
     assert remade(options) == []
-    for file, old, new, expected in TELLING:
+    for file, old, new, expected in CHANGES:
         replace_text(sources / file, old, new)
         assert remade(options) == expected, (file, new)
     assert remade(options) == []
 
 
-def test_a_module_that_a_reader_imports_by_any_way_is_part_of_the_key(sources):
-    """Within a function, from a package, and by a module that is imported so."""
+def test_all_modules_that_a_reader_imports_are_part_of_the_key(sources):
+    """Within a function, from a package, and by such a module."""
     replace_text(
         sources / "data_tables.py",
         "    node_number = {}\n    notes",

@@ -1,4 +1,4 @@
-"""Hints on what tables have in the place of scores, relations and names, and names refused."""
+"""Warnings about probable mistakes in tables, and names that are refused."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from data_notes import (
     notes_on_training,
 )
 from data_tables import read_tables
-from errors import DataError
+from errors import DataError, counted
 from model import ModelConfig
 from predict_tables import read_sets, unknown_nodes
 from tests.sets import tables_of
@@ -42,7 +42,10 @@ PAIRS = [f"{a},{b}" for a in NODES for b in NODES if a < b]
 def notes_on_scores(
     folder: Path, header: tuple, rows: list[tuple], scores: tuple = (), edges: tuple = ()
 ) -> list[str]:
-    """Returns the notes on a table of knock-outs and one of a ring, with more edges."""
+    """Returns the notes on a table of knock-outs, without the path of the file.
+
+    The graph is a ring of `NODES` with further `edges`.
+    """
     edges_path = write_table(folder / "edges.tsv", [EDGE_HEADER, *RING, *edges])
     path = write_table(folder / "scores.tsv", [("genes", *header), *rows])
     notes = read_tables(str(edges_path), str(path), "", list(scores), undirected=False).notes
@@ -50,7 +53,7 @@ def notes_on_scores(
 
 
 def rows_of(*columns: Callable[[random.Random, int], object], count: int = 200) -> list[tuple]:
-    """Returns rows of one knock-out each, with a cell that each function draws for its number."""
+    """Returns rows with one knock-out each, and with a cell from each function for the row."""
     draw = random.Random(0)
     rows = []
     for k in range(count):
@@ -72,12 +75,12 @@ OTHERS = [
 SCORES = ["log2 fold change", "expression level", "dose_response", "essential", "rep1", "log n"]
 
 
-def test_a_column_is_no_score_by_its_name(tmp_path):
+def test_columns_whose_names_do_not_look_like_scores_are_noted(tmp_path):
     rows = rows_of(score, score, count=10)
     for name in OTHERS:
         (note,) = notes_on_scores(tmp_path, ("growth", name), rows)
-        assert note.startswith("all 2 columns are used as scores, but ")
-        assert note.endswith(f": {name}: list the scores in data.scores")
+        assert note.startswith("all 2 columns are used as scores, ")
+        assert f"({name})" in note and "data.scores" in note
     assert notes_on_scores(tmp_path, ("growth", "SE"), rows, scores=("growth",)) == []
     assert notes_on_scores(tmp_path, ("SE",), [row[:2] for row in rows]) == []
     assert notes_on_scores(tmp_path, ("q01", "SE"), rows, edges=[("SE", "q00", "x")]) == []
@@ -89,7 +92,7 @@ def test_a_column_is_no_score_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("spread", "found"), [(1, [-999, 999]), (1, [-99]), (1, [1e6]), (100, [-999]), (1e3, [1e29])]
 )
-def test_codes_of_missing_values_are_found_however_many_they_are(tmp_path, share, spread, found):
+def test_codes_for_missing_values_are_found_whatever_their_share(tmp_path, share, spread, found):
     values = spread * normal(400).flatten()
     for k, code in enumerate(found):
         values[k :: round(len(found) / min(share, 0.4))] = code
@@ -100,7 +103,7 @@ def test_codes_of_missing_values_are_found_however_many_they_are(tmp_path, share
     notes = notes_on_scores(tmp_path, ("growth",), rows)
     for code in found:
         count = int((values == code).sum())
-        text = f"{count:,} values of the column growth are {code:g}, far from all others: "
+        text = f"{count:,} values of the column growth are {code:g}, far from "
         assert any(note.startswith(text) for note in notes)
 
 
@@ -110,11 +113,11 @@ def test_codes_among_features_are_noted(tmp_path):
     rows = [(node, k, -999 if k % 9 == 1 else 1000 + 20 * k) for k, node in enumerate(NODES)]
     path = write_table(tmp_path / "features.tsv", [("gene", "a", "b"), *rows])
     (note,) = read_tables(str(edges), str(scores), str(path), [], undirected=False).notes
-    assert note.startswith(f"{path}: 4 values of the column b are -999, far from all others: ")
+    assert note.startswith(f"{path}: 4 values of the column b are -999, far from ")
 
 
-def test_scores_of_several_modes_or_with_long_tails_are_no_codes():
-    """Dead strains beside living ones, scores of two or three values, and long tails."""
+def test_scores_with_several_modes_or_long_tails_are_not_codes():
+    """Such as dead strains among living ones, scores with two or three values, and long tails."""
     scores = normal(2000).flatten()
     is_dead = torch.arange(2000) % 20 == 0
     columns = [scores, scores**5, scores.exp(), scores.where(scores < 1, torch.nan)]
@@ -129,58 +132,63 @@ def test_scores_of_several_modes_or_with_long_tails_are_no_codes():
 
 
 def outliers(y: torch.Tensor, **fields: torch.Tensor) -> list[str]:
-    """Returns the notes on rows that would make much of the loss, of scores [n, T]."""
+    """Returns the notes on rows of scores [n, T] that dominate the loss."""
     tables = tables_of([[0]] * len(y), y)
     tables.targets = [f"score{k}" for k in range(y.size(1))]
     return list(notes_on_outliers(replace(tables, **fields), "scores.tsv"))
 
 
-def test_a_row_that_makes_much_of_the_variance_is_noted_with_its_line():
+def test_a_row_that_dominates_the_variance_is_noted_with_its_line():
     y = normal(60, 25)
     y[17] = 1e6
     line = torch.arange(60) + 4
     (note,) = outliers(y[:, :1], line=line)
-    assert note.startswith("scores.tsv:21: this row accounts for 98% of the variance of score0: ")
-    (note,) = outliers(y[:, :1])  # of a reader that gives no lines
+    assert note.startswith("scores.tsv:21: this row accounts for 98% of the variance of score0, ")
+    (note,) = outliers(y[:, :1])  # from a reader that does not set the lines
     assert note.startswith("scores.tsv: row 17: this row accounts for 98%")
-    assert [note.split(": ")[2][-6:] for note in outliers(y[:, :2])] == ["score0", "score1"]
+    assert ["score0," in note for note in outliers(y[:, :2])] == [True, False]
+    assert ["score1," in note for note in outliers(y[:, :2])] == [False, True]
     (note,) = outliers(y)
     assert "row 17: this row accounts for 98% of the variance of all 25 scores" in note
     weight = torch.ones(60, dtype=torch.float64).index_fill(0, torch.tensor(17), 1e-15)
     assert outliers(y, weight=weight) == outliers(normal(60, 25)) == []
-    assert outliers(y[10:50]) == []  # of 40 rows, any may have a quarter
-    assert outliers((y > 1e5).double()) == []  # one of two values
+    assert outliers(y[10:50]) == []  # in only 40 rows, a share of a quarter is not suspicious
+    assert outliers((y > 1e5).double()) == []  # scores of 0 and 1
 
 
 @pytest.mark.parametrize(
-    ("sets", "same", "other"),  # rows of training, validation, test, training ...
+    # The rows are training, validation, test, training ...; `same` and `different` are the numbers
+    # of test and validation rows with the nodes of training rows at the same or different levels.
+    ("sets", "same", "different"),
     [
         (["a", "b", "c", "d", "a,b", "c,d"], (0, 0), (0, 0)),
         (["a,b", "b , a", "a,b,c=1", "c", "c", "a"], (1, 2), (0, 0)),
         (["b=0.3,a", "a=0,b=0.30", "b=0.3", "a,b"], (0, 1), (0, 0)),
         (["b=0.3,a", "b=0.1,a", "a,b", "d", "d=2", "a,b=0.3"], (1, 0), (1, 2)),
-        (["a", "b", "c", "a", "b", "c"], (0, 0), (0, 0)),  # replicates on one side
-        (["", "", "", "a=1", "b=1,c=1", "a"], (0, 0), (0, 0)),  # intact controls belong on each
+        (["a", "b", "c", "a", "b", "c"], (0, 0), (0, 0)),  # replicates in the same split
+        (["", "", "", "a=1", "b=1,c=1", "a"], (0, 0), (0, 0)),  # intact rows may be in all splits
     ],
 )
-def test_held_out_rows_with_the_nodes_of_training_rows_are_counted(tmp_path, sets, same, other):
+def test_held_out_rows_with_the_nodes_of_training_rows_are_counted(tmp_path, sets, same, different):
     read_cells(tmp_path, list("abcd"), sets)
     files = {name: str(tmp_path / f"{name}.tsv") for name in ("edges", "scores")}
     tables = load(DataConfig(edges=files["edges"], perturbations=files["scores"], cache_dir=""))
     expected = []
     for (num_test, num_val), advice in (
         (same, "check the column split"),
-        (other, "data.split=sets"),
+        (different, "data.split=sets"),
     ):
         if num_test + num_val:
-            expected.append((f"{num_test} test rows and {num_val} validation rows have", advice))
+            test_rows = counted(num_test, "test row")
+            validation_rows = counted(num_val, "validation row")
+            expected.append((f"{test_rows} and {validation_rows} have", advice))
     tables.weight = None
     notes = list(notes_on_training(tables, Config()))
     for note, (rows, advice) in zip(notes, expected, strict=True):
         assert note.startswith(rows) and advice in note
 
 
-def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
+def test_levels_of_only_the_last_of_several_names_are_noted(tmp_path):
     def notes(sets: list[str]) -> list[str]:
         return notes_on_scores(tmp_path, ("score",), [(genes, 1) for genes in sets])
 
@@ -192,12 +200,12 @@ def test_a_level_behind_the_last_of_several_names_is_noted(tmp_path):
         assert notes(sets) == []
 
 
-def test_levels_and_intact_rows_that_may_be_meant_otherwise_are_noted(tmp_path):
-    """Names that were lost or stand at level 1, and percentages; real controls vary less."""
+def test_levels_and_intact_rows_with_a_different_probable_meaning_are_noted(tmp_path):
+    """Lost names, level 1 for a knock-out, and percentages. Real controls are not noted."""
     draw = random.Random(0)
 
     def notes(*kinds: tuple[str, float], nodes: int = 30) -> list[str]:
-        """Returns the notes on rows that end so, and whose scores have this deviation."""
+        """Returns the notes on rows whose cells have this end and whose scores this deviation."""
         rows = []
         for end, deviation in kinds:
             for node in NODES:
@@ -205,12 +213,12 @@ def test_levels_and_intact_rows_that_may_be_meant_otherwise_are_noted(tmp_path):
         return notes_on_scores(tmp_path, ("score",), rows)
 
     (note,) = notes(("=0", 1), ("", 1))
-    assert note.startswith("30 rows have an empty cell and count as intact samples, ")
+    assert note.startswith("30 rows have an empty cell ")
     for kinds in ([("=1", 1)], [("=1", 1), ("=0.5", 1.2)]):
         (note,) = notes(*kinds)
-        assert note.startswith("30 rows have only nodes at level 1 and count as intact samples, ")
+        assert note.startswith("30 rows have only nodes at level 1, ")
     (note,) = notes(("=30", 1), ("=100", 1))
-    assert note.startswith("all levels are above 1, up to 100: ")
+    assert "levels are above 1, " in note and "by up to 100: " in note
     for kinds in (
         [("=0", 1), ("", 0.3)],
         [("=0.5", 1), ("=1", 0)],
@@ -220,18 +228,19 @@ def test_levels_and_intact_rows_that_may_be_meant_otherwise_are_noted(tmp_path):
         assert notes(*kinds) == []
 
 
-def test_what_does_not_suit_the_training_rows_is_noted(monkeypatch):
-    """Few rows with nearly all weight, and scores of nodes that a readout does not read."""
+def test_unequal_weights_and_scores_of_nodes_are_noted(monkeypatch):
+    """A row with nearly all weight, and scores of nodes with a readout for other scores."""
     tables = tables_of([[0], [1]] * 50, normal(100, 1))
     tables.split = torch.zeros(100, dtype=torch.int8)
     tables.weight = torch.ones(100, dtype=torch.float64).index_fill(0, torch.tensor(3), 1e6)
     tables.genes = ["g0", "g1"]
     (note,) = notes_on_training(tables, Config())
-    assert "the training rows count as much as 1.0% of them" in note
+    assert "count as much as 1.0% of them" in note
     tables.weight = None
     tables.targets = ["g1"]
     (note,) = notes_on_training(tables, Config())
-    assert note.startswith("all scores are named after nodes: ") and "readout=nodes" in note
+    assert note.startswith("all scores are named after nodes ")
+    assert "model.readout=both" in note and "model.readout=nodes" in note
     assert list(notes_on_training(tables, Config(model=ModelConfig(readout="nodes")))) == []
     monkeypatch.setattr(data_notes, "is_here", lambda module: module != "model_nodes")
     assert list(notes_on_training(tables, Config())) == []
@@ -244,11 +253,11 @@ def test_many_relations_that_are_numbers_are_noted(tmp_path):
         return notes_on_scores(tmp_path, ("score",), rows_of(score, count=20), edges=edges)
 
     (note,) = notes(list(range(150, 180)))
-    assert note.startswith("30 relations are numbers, such as 150: ")
+    assert note.startswith("30 relations are numbers, such as 150, ")
     assert notes(list(range(9))) == notes([f"set{k}" for k in range(30)]) == []
 
 
-NEAR = [  # a name, and the node that it nearly is
+NEAR = [  # names, and the nodes with nearly the same spelling
     ("g0", "G0"),
     ("HLA_A", "HLA-A"),
     ("hla a", "HLA-A"),
@@ -264,7 +273,7 @@ JOINTS = ("~", ".", "..", "--", ">", "->", "*", " x ", "\u00d7", "\u2013", "#", 
 NOT_NEAR = ("F09G8.9", "MARCH2", "sep-1", "MAR1", "abd", "x2", "March", "+")
 
 
-def test_a_name_is_nearly_a_node():
+def test_a_name_that_is_nearly_a_node_means_this_node():
     for name, node in NEAR:
         assert meanings([name], ["other", node, "G11", "more"]) == {name: node}, name
     assert meanings(["1-Mar"], ["MARC1", "MARCH1"]) == {"1-Mar": "MARC1 or MARCH1"}
@@ -276,15 +285,21 @@ def test_a_name_is_nearly_a_node():
     assert meanings(["2"], ["DUR1", "b"]) == {"2": "part of a name with a comma"}
 
 
-def test_other_names_are_no_nodes():
-    """Two versions are two names, as in C. elegans; and a number of pandas joins no nodes."""
+def test_other_names_have_no_meaning():
+    """Genes of C. elegans may differ in only a number.
+
+    A number such as 7.0, which pandas writes, does not join nodes.
+    """
     for name in NOT_NEAR:
         assert meanings([name], ["F09G8.3", "MARCH1", "abc", "x1", "-"]) == {}, name
     assert meanings(["7.0", "2"], ["0", "7"]) == {}
 
 
 def test_knocked_out_names_without_an_edge_are_noted(tmp_path):
-    """Ten of them, first those that mean something; all if they are half of the names."""
+    """The note lists ten names, first the names with a meaning.
+
+    Without meanings, there is only a note if at least half of the knocked-out nodes have no edge.
+    """
 
     def note_on(perturbed: list[str], nodes: list[str]) -> str:
         tables = tables_of([list(range(len(perturbed)))], torch.zeros(1))
@@ -295,45 +310,51 @@ def test_knocked_out_names_without_an_edge_are_noted(tmp_path):
     nodes = [*(f"G{k}" for k in range(40)), "A-B", *known]
     unknown = [f"g{k}" for k in range(20)] + ["A_B", "zzz"]
     shown = ", ".join(f"g{k} (G{k}?)" for k in range(10))
-    note = f"22 of 100 knocked-out nodes have no edge: {shown}"
-    assert note_on([*unknown, *known], nodes) == note
+    note = note_on([*unknown, *known], nodes)
+    assert note.startswith("the table of edges does not contain 22 of 100 knocked-out nodes, ")
+    assert note.endswith(f"meaning in brackets is right: {shown}")
     most = note_on([*unknown, *known[:18]], nodes)
-    assert most == f"22 OF 40 KNOCKED-OUT NODES HAVE NO EDGE: {shown}"
+    assert most.startswith("THE TABLE OF EDGES DOES NOT CONTAIN 22 OF 40 KNOCKED-OUT NODES, ")
+    assert most.endswith(f": {shown}")
     few = note_on(["zzz", "A_B", "yyy", *known], nodes)
-    assert few == "3 of 81 knocked-out nodes have no edge: A_B (A-B?), zzz, yyy"
-    question = "check that all tables use the same names"
+    assert few.startswith("the table of edges does not contain 3 of 81 ") and few.endswith(
+        ": A_B (A-B?), zzz, yyy"
+    )
     half = note_on(list("abxy"), list("ab"))
-    assert half == f"2 OF 4 KNOCKED-OUT NODES HAVE NO EDGE: x, y: {question}"
+    assert half.startswith("THE TABLE OF EDGES DOES NOT CONTAIN 2 OF 4 KNOCKED-OUT NODES, ")
+    assert half.endswith("check that all tables use the same names: x, y")
     assert note_on(list("abcxy"), list("abc")) == note_on([], list("abc")) == ""
     assert read_cells(tmp_path, ["a", "b", "c", "1-Mar"], ["a", "b", "c", "a,1-Mar"]) == []
 
 
 @pytest.mark.parametrize(
-    ("names", "note"),
+    ("names", "start", "end"),
     [
-        (["A", "b", "c", "d"], "3 OF 4 NAMES ARE NOT IN THE OTHER TABLES: b (B?), c (C?), d (D?)"),
+        (["A", "b", "c", "d"], "THE OTHER TABLES DO NOT CONTAIN 3 OF 4", "b (B?), c (C?), d (D?)"),
         (
             ["A", "B", "c", "1-Mar"],
-            "2 of 4 names are not in the other tables: c (C?), 1-Mar (a spreadsheet's d",
+            "the other tables do not contain 2 of 4 names",
+            "c (C?), 1-Mar (a spreadsheet's date?)",
         ),
-        (["A", "B", "C", "D", "a", "b"], ""),  # these nodes have features
-        (["A", "x1", "x2"], "2 OF 3 NAMES ARE NOT IN THE OTHER TABLES: x1, x2: check that"),
-        (["A", "B", "x1", "x2", "x3"], ""),  # a whole genome for a small graph
+        (["A", "B", "C", "D", "a", "b"], "", ""),  # the nodes A and B have features
+        (["A", "x1", "x2"], "THE OTHER TABLES DO NOT CONTAIN 2 OF 3", "use the same names: x1, x2"),
+        (["A", "B", "x1", "x2", "x3"], "", ""),  # such as a complete genome for a small graph
     ],
 )
-def test_names_of_the_features_are_judged_as_those_of_knock_outs(tmp_path, names, note):
+def test_names_in_the_features_are_judged_like_knocked_out_names(tmp_path, names, start, end):
     read_cells(tmp_path, ["A", "B", "C", "D"], ["A", "B", "C"])
     rows = [("gene", "length"), *((name, k) for k, name in enumerate(names))]
     features = write_table(tmp_path / "features.tsv", rows)
     files = [str(tmp_path / name) for name in ("edges.tsv", "scores.tsv")]
     notes = read_tables(*files, str(features), [], undirected=False).notes
-    assert len(notes) == bool(note)
-    assert "".join(notes).startswith(f"{features}: {note}" if note else "")
+    assert len(notes) == bool(start)
+    assert "".join(notes).startswith(f"{features}: {start}" if start else "")
+    assert "".join(notes).endswith(end)
 
 
 # ---- Names that are refused ----------------------------------------------------------------------
 def refused(folder: Path, nodes: list[str], cells: list[str]) -> str:
-    """Returns the error, from the table's name on, of a table of these cells."""
+    """Returns the error for a table of these cells, without the folder of the table."""
     with pytest.raises(DataError) as caught:
         read_cells(folder, nodes, cells)
     return str(caught.value).removeprefix(f"{folder}/")
@@ -341,7 +362,7 @@ def refused(folder: Path, nodes: list[str], cells: list[str]) -> str:
 
 def test_controls_are_refused_unless_they_are_nodes(tmp_path):
     error = refused(tmp_path, ["a", "b"], ["b", "a,wild type", "a"])
-    assert error.startswith("scores.tsv:3: the genes 'a,wild type' contain the control wild type: ")
+    assert error.startswith("scores.tsv:3: the genes 'a,wild type' contain the control wild type, ")
     assert read_cells(tmp_path, ["a", "b", "wild type"], ["b", "a,wild type", "a"]) == []
     controls = (
         *("ctrl", "CTRL", "control", "Control_1", "WT", "wild-type", "wild type", "Wildtype"),
@@ -353,26 +374,26 @@ def test_controls_are_refused_unless_they_are_nodes(tmp_path):
     assert [name for name in genes if is_control(name)] == []
 
 
-def test_names_that_are_joined_are_refused_unless_they_are_one_node(tmp_path):
+def test_joined_names_are_refused_unless_they_are_one_node(tmp_path):
     for name, level in (("a1+b2", ""), ("a1 + b2", "=0.3"), ("a1_b2", ""), ("a1; b2", "=0.3")):
         cells = ["c", "a1", f"c,{name}{level}"]
         error = refused(tmp_path, ["a1", "b2", "c"], cells)
         assert error.startswith(f"scores.tsv:4: the genes 'c,{name}{level}' contain {name}, ")
-        assert "joins several names: write a1,b2;" in error
+        assert "which joins names " in error and ": write a1,b2 or, " in error
         assert read_cells(tmp_path, ["a1", "b2", "c", name], cells) == []
     for joint in (";", "|", ":", "/", "&", " ", "  "):
         assert "write a1,b2" in misread(f"a1{joint}b2", {"a1", "b2"}), joint
     nodes = {"a", "b", "MT_CO1", "c", "1", "3"}
     for name, written in (("a+b+c", "a,b,c"), ("MT_CO1+a", "MT_CO1,a"), ("a+ctrl", "a")):
-        assert f"write {written};" in misread(name, nodes)
-    assert "write 3;" in misread("3+ctrl", nodes)
+        assert f"write {written} or, " in misread(name, nodes)
+    assert "write 3 or, " in misread("3+ctrl", nodes)
     for name in ("ctrl+ctrl", "WT + NT", "control_1", "WT_1", "NT 3"):
         assert "the control" in misread(name, nodes), name
     for name in ("a+d", "a-b", "+", "ab", "a.b"):
         assert misread(name, nodes) == "", name
 
 
-def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
+def test_the_same_names_are_refused_in_tables_to_predict(tmp_path):
     tables = replace(tables_of([[0]], torch.zeros(1)), genes=["a", "b", "c"])
     for cell, problem in (("a+b", "write a,b"), ("a,ctrl", "the control")):
         path = write_table(tmp_path / "new.tsv", [("genes",), ("c",), (cell,)])
@@ -383,13 +404,13 @@ def test_tables_to_predict_are_read_by_the_same_rules(tmp_path):
 @pytest.mark.parametrize(
     ("cell", "problem"),
     [
-        ("b,a=0, 5", "contain a level with a decimal comma: write a decimal point"),
-        ("a,-", "contain the missing value -: leave the cell empty"),
-        ("a,None", "contain the missing value None: leave the cell empty"),
-        ("a=0.3;b", "contain 'a=0.3;b', which has no name or no level from 0 to 10,000"),
+        ("b,a=0, 5", "contain a level with a decimal comma"),
+        ("a,-", "contain the missing value -, "),
+        ("a,None", "contain the missing value None, "),
+        ("a=0.3;b", "contain 'a=0.3;b', which is not a node such as A, "),
     ],
 )
-def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
+def test_other_text_that_is_not_a_node_is_refused(tmp_path, cell, problem):
     error = refused(tmp_path, ["a", "b"], ["a", cell, "b"])
     assert error.startswith(f"scores.tsv:3: the genes '{cell}' {problem}")
     assert read_cells(tmp_path, ["a", "b", "5"], ["a", "a=0.5,5", "b"]) == []
@@ -397,7 +418,7 @@ def test_what_else_is_no_name_is_refused(tmp_path, cell, problem):
 
 # ---- The log, and no notes -----------------------------------------------------------------------
 def test_without_the_part_tables_are_read_the_same(tmp_path, monkeypatch):
-    """Also from a cache that has its notes."""
+    """The tables do not come from the cache that contains notes."""
     rows = rows_of(score, lambda draw, k: score(draw, k) if k else 500)
     notes_on_scores(tmp_path, ("a", "SE"), [*rows, ("Q01", 1, 1)])
     options = DataConfig(
@@ -411,31 +432,31 @@ def test_without_the_part_tables_are_read_the_same(tmp_path, monkeypatch):
     without = load(options)
     assert without.notes == []
     assert without.fingerprint() == tables.fingerprint()
-    assert unknown_nodes(["A", "x"], Mock(genes=["a"])) == "2 nodes are not in the graph: A, x"
+    assert unknown_nodes(["A", "x"], Mock(genes=["a"])).endswith(": A, x")
 
 
-def test_the_example_has_no_note():
+def test_the_example_has_no_notes():
     files = [str(ROOT / "example" / name) for name in ("edges.tsv", "scores.tsv")]
     assert read_tables(*files, "", [], undirected=False).notes == []
 
 
-def test_what_a_run_says_of_its_tables():
-    """Rows by size, replicates, missing scores, nodes that are not trained on or not described."""
+def test_details_count_rows_scores_nodes_and_features():
+    """Rows by number of knock-outs, replicates, missing scores, unseen nodes, and bare nodes."""
     sets = [[0], [0], [1, 2], [1, 2], [], [3], [4]]
     tables = tables_of(sets, torch.tensor([[1.0, math.nan]] * 3 + [[0.0, 2.0]] * 4))
     tables.genes = list("abcde")
     tables.split = torch.tensor([-1, 0, 0, 0, 0, 1, 2], dtype=torch.int8)
     tables.edge_index = torch.tensor([[0, 1], [1, 2]])
     text = (
-        "rows by number of knock-outs: 1 of 0, 4 of 1, 2 of 2; 5 distinct sets; "
-        "1 rows in no split; rows with each score: 7, 4; "
-        "5 knocked-out nodes, 2 of them without edges, 2 in no training row"
+        "1 row with 0 knock-outs, 4 rows with 1 knock-out, 2 rows with 2 knock-outs; "
+        "5 distinct sets; 1 row in no split; rows with each score: 7, 4; "
+        "5 knocked-out nodes, 2 of them without edges, 2 in no training row with a score"
     )
     assert details(tables) == text
     tables.feature_names = ["a"]
     tables.features = torch.tensor([[0.0], *[[1.0]] * (len(tables.genes) - 1)])
     tables.left_out = ["b"]
-    more = "; unused columns: b; 1 node features; 1 nodes have none"
+    more = "; unused columns: b; 1 node feature; 1 node without features"
     assert details(tables) == f"{text}{more}"
     tables.y = torch.arange(7 * 11, dtype=torch.float64).view(7, 11)
     tables.y[0, 3] = math.nan

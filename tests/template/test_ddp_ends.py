@@ -1,4 +1,4 @@
-"""ddp_ends.py: requests to stop a run."""
+"""ddp_ends.py: requests to stop a run, and reasons of failures."""
 
 import contextlib
 import errno
@@ -25,8 +25,8 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
             assert StopRequest.REASONS[stop.code()] == name
 
 
-def test_an_empty_stop_file_is_none(tmp_path, monkeypatch):
-    """As a path, it would be the working folder, which exists."""
+def test_an_empty_variable_stop_file_is_ignored(tmp_path, monkeypatch):
+    """As a path, the empty text would be the working directory, which exists."""
     monkeypatch.setenv("STOP_FILE", "")
     with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
         assert not stop.code()
@@ -34,7 +34,7 @@ def test_an_empty_stop_file_is_none(tmp_path, monkeypatch):
         assert StopRequest.REASONS[stop.code()] == "STOP file"
 
 
-def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch):
+def test_a_temporary_failure_of_the_file_system_does_not_stop_a_run(tmp_path, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -46,12 +46,12 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch
         assert StopRequest.REASONS[stop.code()] == "STOP file"
 
 
-def test_an_error_of_nccl_is_told_by_its_last_words():
+def test_the_reason_of_an_nccl_error_is_its_last_error():
     error = DistBackendError("NCCL error in: a long path, unhandled error\nLast error:\nno memory")
-    assert explain_failure(error, 1)[1].endswith(" cannot be reached (no memory)")
+    assert explain_failure(error, 1)[1].endswith("(no memory)")
 
 
-def test_under_nohup_a_run_goes_on_when_its_terminal_ends(tmp_path):
+def test_under_nohup_sighup_does_not_stop_a_run(tmp_path):
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         request = StopRequest(tmp_path / "STOP")

@@ -1,4 +1,4 @@
-"""How many threads a process uses: affinity, quotas of control groups, processes on the machine."""
+"""The number of threads: CPU affinity, quotas of control groups, and processes of the machine."""
 
 import os
 import re
@@ -14,7 +14,8 @@ from ddp_setup import DDPConfig, Distributed, describe, set_threads
 from ddp_threads import choose_threads, quotas
 from tests.template.fixtures import ROOT
 
-# (lines of /proc/self/cgroup, lines of mountinfo, {file: content}, quotas)
+# For each kind of machine: lines of /proc/self/cgroup, lines of mountinfo, {file: content}, and the
+# expected quotas.
 OF_MACHINES = {
     "version 1": (
         ["4:memory:/job", "2:cpu,cpuacct:/jobs/job7", "0::/"],
@@ -41,19 +42,19 @@ OF_MACHINES = {
         },
         [2.5],
     ),
-    "both limit": (
+    "a group and its parent have a quota": (
         ["0::/a/b"],
         ["30 25 0:26 / {0} rw - cgroup2 cgroup2 rw"],
         {"a/b/cpu.max": "50000 100000", "a/cpu.max": "400000 100000"},
         [0.5, 4.0],
     ),
-    "a container that sees its own group alone": (
+    "a container that only sees its own group": (
         ["2:cpu:/docker/7f3a"],
         ["30 25 0:26 /docker/7f3a {0}/cpu ro - cgroup cgroup rw,cpu"],
         {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "200000"},
         [1.5],
     ),
-    "a container whose group's path is that of the host": (
+    "a container with the path of the group on the host": (
         ["0::/../../docker/7f3a"],
         ["30 25 0:26 /other {0} ro - cgroup2 cgroup ro"],
         {"cpu.max": "100000 50000"},
@@ -71,7 +72,7 @@ OF_MACHINES = {
 
 
 @pytest.mark.parametrize("kind", OF_MACHINES)
-def test_quotas_are_those_of_the_groups_and_their_parents(tmp_path, kind):
+def test_quotas_of_groups_and_of_their_parents_are_found(tmp_path, kind):
     groups, mounts, files, expected = OF_MACHINES[kind]
     mounted = tmp_path / "mounted"
     for name, content in files.items():
@@ -93,21 +94,22 @@ def test_a_system_without_proc_has_no_quota(tmp_path):
     [
         (64, [], 1, (64, "64 CPUs")),
         (64, [], 4, (16, "64 CPUs for 4 processes")),
-        (64, [1.5], 1, (1, "a quota of 1.5 CPUs")),
-        (64, [7.9, 12.0], 2, (3, "a quota of 7.9 CPUs for 2 processes")),
+        (64, [1.5], 1, (1, "a CPU quota of 1.5")),
+        (64, [7.9, 12.0], 2, (3, "a CPU quota of 7.9 for 2 processes")),
         (2, [3.0], 1, (2, "2 CPUs")),
-        (2, [0.5], 1, (1, "a quota of 0.5 CPUs")),
+        (2, [0.5], 1, (1, "a CPU quota of 0.5")),
         (2, [], 8, (1, "2 CPUs for 8 processes")),
+        (1, [], 1, (1, "1 CPU")),
     ],
 )
-def test_processes_share_what_is_bound_and_allowed(monkeypatch, bound, limits, processes, expected):
+def test_processes_share_the_available_cpus(monkeypatch, bound, limits, processes, expected):
     monkeypatch.setattr(ddp_threads, "count_bound_cpus", lambda: bound)
     monkeypatch.setattr(ddp_threads, "quotas", lambda: iter(limits))
     assert choose_threads(processes) == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound here")
-def test_the_cpus_to_which_a_process_is_bound_count():
+def test_only_cpus_to_which_a_process_is_bound_count():
     cpu = min(os.sched_getaffinity(0))
     command = [sys.executable, ROOT / "ddp_threads.py", "1"]
     bind = f"import os, sys; os.sched_setaffinity(0, [{cpu}]); os.execv(sys.argv[1], sys.argv[1:])"
@@ -116,15 +118,15 @@ def test_the_cpus_to_which_a_process_is_bound_count():
     assert result.stdout == "1\n"
 
 
-def test_files_of_another_form_are_no_quota(monkeypatch, tmp_path):
+def test_files_with_an_unknown_format_are_ignored(monkeypatch, tmp_path):
     (tmp_path / "cgroup").write_text("0::/\n")
-    (tmp_path / "mountinfo").write_text("nothing of the kind\n")
+    (tmp_path / "mountinfo").write_text("an unknown format\n")
     monkeypatch.setattr(ddp_threads, "count_bound_cpus", lambda: 4)
     monkeypatch.setattr(ddp_threads, "quotas", lambda: quotas(tmp_path))
     assert choose_threads(2) == (2, "4 CPUs for 2 processes")
 
 
-def test_threads_are_set_unless_the_user_has(monkeypatch):
+def test_threads_are_set_unless_the_user_has_set_them(monkeypatch):
     before = torch.get_num_threads()
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
@@ -149,30 +151,28 @@ def test_threads_are_set_unless_the_user_has(monkeypatch):
         ({"SLURM_JOB_GPUS": "2"}, "SLURM_JOB_GPUS=2"),
     ],
 )
-def test_gpus_that_the_environment_names_and_torch_does_not_see_are_said(
-    variables, named, monkeypatch
-):
+def test_gpus_that_torch_does_not_find_are_noted(variables, named, monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    said = re.findall(r"^note +(\S+) lists GPUs", describe(Distributed(DDPConfig())), re.M)
-    assert said == ([named] if named else [])
+    noted = re.findall(r"^note +(\S+) lists GPUs", describe(Distributed(DDPConfig())), re.M)
+    assert noted == ([named] if named else [])
 
 
-def test_its_help_needs_no_docstring():
+def test_the_command_does_not_need_docstrings():
     command = [sys.executable, "-OO", ROOT / "ddp_threads.py", "1"]
     subprocess.run(command, capture_output=True, timeout=20, check=True)
 
 
 @pytest.mark.parametrize("arguments", [[], ["many"], ["0"]])
-def test_a_wrong_number_of_processes_ends_with_a_sentence(arguments):
+def test_a_wrong_number_of_processes_is_one_message(arguments):
     command = [sys.executable, ROOT / "ddp_threads.py", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert result.returncode == 2 and "ddp_threads.py: error: " in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_the_module_needs_no_torch():
+def test_the_module_only_imports_the_standard_library():
     imports = re.findall(r"^(?:import|from) (\w+)", Path(ddp_threads.__file__).read_text(), re.M)
     assert set(imports) <= set(sys.stdlib_module_names)

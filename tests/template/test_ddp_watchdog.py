@@ -1,4 +1,4 @@
-"""ddp_watchdog.py: which ranks it names, and when it ends a job."""
+"""ddp_watchdog.py: the ranks that a watchdog reports, and the time at which it ends a job."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from ddp_setup import DDPConfig, Distributed
 from ddp_watchdog import Signals, Watchdog
 
 
-def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
+def test_a_rank_that_waits_for_a_slow_rank_is_not_reported(capsys):
     ddp = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
     ddp.world_size = 2
     ddp.store = dist.HashStore()
@@ -29,9 +29,10 @@ def test_a_rank_that_waits_for_a_slow_one_is_not_stuck(capsys):
     beats = round(3 / thread.heartbeat_s / 2)
 
     def look(place: list, moving: bool = False, silent: bool = False) -> str:
-        """Returns the reason to end the job, if any.
+        """Returns the reason to end the job, or "".
 
-        Rank 0 waits in evaluation and rank 1 is at `place`.
+        Rank 0 waits in the phase evaluation. `place` is the step, the number of changes and the
+        phase of rank 1.
         """
         thread.seen.clear()
         ddp.store.delete_key("end")
@@ -63,9 +64,10 @@ class EndedError(Exception):
 def watched(
     monkeypatch, events: dict[int, Callable] | None = None
 ) -> tuple[Distributed, Watchdog, Iterator[int]]:
-    """Returns one rank, its watchdog, and the counter of heartbeats, instant ones each 3/8 s.
+    """Returns a rank, its watchdog, and a counter of heartbeats.
 
-    `events` are called at some of the heartbeats.
+    A heartbeat counts as 3/8 s, but takes no time. `events` are functions that are called at the
+    heartbeats with these numbers.
     """
     ddp = Distributed(DDPConfig(timeout_s=3, startup_timeout_s=3))
     ddp.store = dist.HashStore()
@@ -88,7 +90,7 @@ def watched(
     return ddp, thread, beats
 
 
-def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
+def test_the_watchdog_ends_a_rank_if_the_store_does_not_answer(monkeypatch):
     def reply(ddp, thread):
         thread.replies += 1
 
@@ -96,7 +98,7 @@ def test_the_watchdog_ends_a_rank_that_the_store_does_not_answer(monkeypatch):
         ddp.heartbeat = Heartbeat(step=1)
 
     _, thread, beats = watched(monkeypatch, {5: reply, 9: move})
-    with pytest.raises(EndedError, match="torchrun's store does not answer"):
+    with pytest.raises(EndedError, match="store does not answer"):
         thread.watch_store()
     assert next(beats) - 1 == 9 + 9  # 9 heartbeats of 3/8 s are more than 3 s
 
@@ -109,7 +111,8 @@ def test_the_watchdog_ends_a_rank_that_hangs(monkeypatch, capsys):
     monkeypatch.setattr(thread, "watch_store", lambda: None)
     with pytest.raises(EndedError, match=r"no progress for 3 s .* rank 0: in forward of step 7"):
         thread.run()
-    # Half of the limit unobserved, half observed, more than GRACE_S to end.
+    # The last progress is at heartbeat 4. Each half of the limit takes 4 heartbeats. GRACE_S, in
+    # which the rank could exit by itself, is over after 2 more.
     assert next(beats) - 1 == 4 + 4 + 4 + 2
     assert "stack of rank 0" in capsys.readouterr().err
     assert json.loads(ddp.store.get("heartbeat/0"))[1][0] == 7
@@ -124,7 +127,7 @@ def test_the_watchdog_ends_a_rank_that_waits_after_sigterm(monkeypatch):
     assert next(beats) - 1 == 1 + 3  # 3 heartbeats of 3/8 s are more than SIGTERM_S
 
 
-def test_the_watchdog_rests_when_training_is_over(monkeypatch):
+def test_the_watchdog_ends_when_it_is_closed(monkeypatch):
     _, thread, beats = watched(monkeypatch, {2: lambda ddp, thread: True})
     monkeypatch.setattr(thread, "watch_store", lambda: None)
     thread.run()
@@ -132,7 +135,10 @@ def test_the_watchdog_rests_when_training_is_over(monkeypatch):
 
 
 class InstantBeats:
-    """Lets several watchdogs go on together, at once, until one has recorded why the job ends."""
+    """Heartbeats of several watchdogs that take no time, until a failure is recorded.
+
+    All watchdogs have the same number of heartbeats, because they wait for each other.
+    """
 
     def __init__(self, store: dist.Store, num_watchdogs: int):
         self.store = store
@@ -150,8 +156,8 @@ class InstantBeats:
 
 
 @pytest.mark.parametrize("frozen", [{3}, {0, 5}, set(range(7))])
-def test_ranks_that_wait_name_those_that_are_frozen(monkeypatch, frozen):
-    """Of 8 ranks, these froze before their first heartbeat, the others wait for them."""
+def test_frozen_ranks_are_reported_by_the_ranks_that_wait(monkeypatch, frozen):
+    """Some of 8 ranks froze before their first heartbeat. The other ranks wait for them."""
     monkeypatch.setattr(ddp_watchdog, "log_and_print", lambda text: None)
     store = dist.HashStore()
     beats = InstantBeats(store, 8 - len(frozen))
@@ -163,7 +169,7 @@ def test_ranks_that_wait_name_those_that_are_frozen(monkeypatch, frozen):
         ddp.world_size = 8
         ddp.heartbeat = Heartbeat(step=3, phase="backward")
         thread = Watchdog(ddp, lambda: False)
-        thread.exit_now = lambda reason: sys.exit()  # of the thread
+        thread.exit_now = lambda reason: sys.exit()  # ends the thread
         thread.store = store
         thread.finished = beats
         monkeypatch.setattr(thread, "watch_store", lambda: None)
@@ -178,11 +184,11 @@ def test_ranks_that_wait_name_those_that_are_frozen(monkeypatch, frozen):
         r"rank (\d): frozen or its machine has failed, last seen in start of", reason
     )
     assert set(map(int, named)) == frozen
-    assert beats.number * thread.heartbeat_s < 3 * 1.4  # heartbeats of an eighth of the limit
+    assert beats.number * thread.heartbeat_s < 3 * 1.4  # a heartbeat is an eighth of the limit
 
 
-def test_a_process_alone_is_not_watched():
-    """It may stand in a debugger, or be the kernel of a notebook; nobody kills it after SIGTERM."""
+def test_a_single_process_without_torchrun_has_no_watchdog():
+    """It may be in a debugger, or be the kernel of a notebook."""
     ddp = ddp_setup.setup(Distributed(DDPConfig()))
     try:
         assert not any(isinstance(thread, Watchdog) for thread in threading.enumerate())
@@ -191,7 +197,7 @@ def test_a_process_alone_is_not_watched():
         ddp.close()
 
 
-def test_a_sigterm_is_seen_while_no_handler_runs():
+def test_sigterm_is_detected_without_running_its_handler():
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
     wakeup_fd = signal.set_wakeup_fd(-1)
     try:

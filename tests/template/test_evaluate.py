@@ -1,4 +1,7 @@
-"""evaluate.py: batches that are too large; workers.py has several processes."""
+"""evaluate.py: batches that are too large for the memory, and the size of batches.
+
+workers.py tests it with several processes.
+"""
 
 from types import SimpleNamespace
 
@@ -15,8 +18,11 @@ from tests.template.tables import additive_tables
 
 
 @pytest.mark.parametrize("most", [7, 3, 1, 0])
-def test_where_memory_runs_out_pieces_of_a_batch_are_predicted(most):
-    """In no more batches than needed: what has fitted is the size of the next ones."""
+def test_a_batch_that_is_too_large_for_the_memory_is_predicted_in_pieces(most):
+    """Later batches are split into as many pieces from the start, so only the first one fails.
+
+    `most` is the number of samples that fit in the memory.
+    """
     config = Config(data=DataConfig(batch_size=8))
     task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
     model = task.build_model()
@@ -42,10 +48,10 @@ def test_where_memory_runs_out_pieces_of_a_batch_are_predicted(most):
     torch.testing.assert_close(predict_rows(model, task, rows, ddp), expected)
     assert sum(sizes) == len(rows)
     assert most / 2 < max(sizes) <= most
-    assert failed == [size for size in (8, 4, 2) if size > most]  # in the first batch alone
+    assert failed == [size for size in (8, 4, 2) if size > most]  # only in the first batch
 
 
-def test_a_gpu_predicts_many_samples_at_once_where_it_computes_them_by_blocks():
+def test_many_samples_are_predicted_at_once_if_each_needs_little_memory():
     for options, is_on_gpu, size in (
         ({}, False, 8),
         ({}, True, LARGE_BATCH),

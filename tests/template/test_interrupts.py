@@ -1,4 +1,4 @@
-"""What a `Predictor` keeps between calls is whole after an interrupt, and for several threads."""
+"""Interrupts and threads do not damage the data that a `Predictor` keeps between calls."""
 
 import random
 import sys
@@ -38,7 +38,7 @@ OTHERS = ["Y02,Y03,Y05", "", "Y04=2"]
 
 
 def predictor_by(route: str, run: Path) -> Predictor:
-    """Returns a predictor that passes messages by a route."""
+    """Returns a predictor with this value of model.message_passing."""
     predictor = Predictor(run, device="cpu")
     runs = [read_run(run, [f"model.message_passing={route}"])]
     predictor.ensemble = Ensemble(runs, predictor.ensemble.ddp)
@@ -46,16 +46,17 @@ def predictor_by(route: str, run: Path) -> Predictor:
 
 
 def all_of(predictor: Predictor) -> tuple[Any, ...]:
-    """Returns what a predictor says of some sets, as texts and lists, which are compared whole."""
+    """Returns all results of a predictor for some sets, as lists, which are compared exactly."""
     mean = predictor.predict(SETS).mean.tolist()
     parts = {name: values.tolist() for name, values in predictor.parts(SETS).items()}
     return mean, parts, predictor.explain(SETS, num_nodes=4)
 
 
 def interrupt(function: Callable[[], object], number: int) -> int:
-    """Calls a function and interrupts it before a line of the template, 0 for the first.
+    """Calls a function, and interrupts it before one of the template's lines.
 
-    Returns how many lines it ran until then.
+    `number` is the number of the line in the order of execution, from 0. Returns how many lines
+    were executed.
     """
     modules = {str(path) for path in ROOT.glob("*.py")}
     count = 0
@@ -84,9 +85,9 @@ def interrupt(function: Callable[[], object], number: int) -> int:
 
 
 def modes_of_torch() -> tuple[Any, ...]:
-    """Returns the modes that a block of code may leave behind."""
+    """Returns the modes of torch that an interrupted block of code may fail to restore."""
     depth_of_autocast = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()  # whose cache lives until the outermost block ends
+    torch.autocast_decrement_nesting()  # the increment only served to read the depth
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -97,7 +98,7 @@ def modes_of_torch() -> tuple[Any, ...]:
 
 
 def check_interrupts(predictor: Predictor, first: Predictor, times: int, seed: int) -> None:
-    """Interrupts a predictor at random and compares it with one that nobody has interrupted."""
+    """Interrupts a predictor at random lines, and compares it with an uninterrupted predictor."""
     draw = random.Random(seed)
     expected = all_of(first)
     calls = (
@@ -105,7 +106,7 @@ def check_interrupts(predictor: Predictor, first: Predictor, times: int, seed: i
         lambda: predictor.parts(OTHERS),
         lambda: predictor.explain(OTHERS, num_nodes=4),
     )
-    all_of(predictor)  # which chooses the route
+    all_of(predictor)  # the first call chooses the route
     for call in calls:
         num_lines = interrupt(call, sys.maxsize)
         for _ in range(times):
@@ -115,14 +116,14 @@ def check_interrupts(predictor: Predictor, first: Predictor, times: int, seed: i
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_predictor_says_the_same_after_an_interrupt_at_any_line(trained, tmp_path, route):
+def test_a_predictor_has_the_same_results_after_an_interrupt_at_any_line(trained, tmp_path, route):
     trained("optim.lr=0.05", "run.name=run")
     run = tmp_path / "runs/run"
     check_interrupts(predictor_by(route, run), predictor_by(route, run), times=2, seed=0)
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_first_call_that_is_interrupted_leaves_nothing_half_chosen(trained, tmp_path, route):
+def test_a_predictor_is_correct_if_its_first_call_was_interrupted(trained, tmp_path, route):
     trained("optim.lr=0.05", "run.name=run")
     run = tmp_path / "runs/run"
     expected = all_of(predictor_by(route, run))
@@ -134,7 +135,7 @@ def test_a_first_call_that_is_interrupted_leaves_nothing_half_chosen(trained, tm
         assert all_of(predictor) == expected
 
 
-def test_masks_are_whole_after_an_interrupt_at_each_line(graph):
+def test_masks_are_correct_after_an_interrupt_at_each_line(graph):
     shared = SharedGraph(graph)
     masks = EdgeMasks(shared)
     batch = make_batch(shared, DELETIONS[::-1])
@@ -147,7 +148,7 @@ def test_masks_are_whole_after_an_interrupt_at_each_line(graph):
         assert all(torch.equal(reused[relation], fresh[relation]) for relation in fresh), line
 
 
-def test_predictions_beside_explanations_in_other_threads_are_the_same(
+def test_predictions_and_explanations_in_several_threads_are_the_same(
     trained, tmp_path, monkeypatch
 ):
     trained("optim.lr=0.05", "run.name=run")

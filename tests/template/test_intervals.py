@@ -1,4 +1,4 @@
-"""The 95 % intervals of analyse.py beside those of rows that are drawn in a plain loop."""
+"""The 95 % intervals of analyse.py equal intervals from rows that are drawn in a plain loop."""
 
 import itertools
 import json
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.slow  # run with --all, or by name
 
 
 def own_interval(y, prediction, baseline, clusters: list[str]) -> tuple[float, float]:
-    """Returns the 95 % interval of Pearson's r less the baseline's, of clusters that are drawn."""
+    """Returns the 95 % interval of the difference in Pearson's r between prediction and baseline.
+
+    A resample consists of random clusters with all their rows. `clusters` are the clusters of rows.
+    """
     draw = np.random.default_rng(0)
     rows_of_cluster = {}
     for row, cluster in enumerate(clusters):
@@ -39,7 +42,7 @@ def own_interval(y, prediction, baseline, clusters: list[str]) -> tuple[float, f
 
 
 def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
-    """Eight rows of each pair, which share what no sum of effects says of it."""
+    """Each pair has eight rows. They share the part of its score that is not a sum of effects."""
     draw = random.Random(0)
     genes = [f"Y{i:02d}" for i in range(14)]
     effect = {gene: draw.gauss(0, 1) for gene in genes}
@@ -51,7 +54,7 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     write_table(tmp_path / "replicates.tsv", [("genes", "score"), *table])
     options = ["data.perturbations=replicates.tsv", "data.test_fraction=0.3"]
     options += ["model.readout=global", "optim.epochs=2", "optim.lr=0.05"]
-    train(0, *options).check()  # which starts from the mean, so that a later step is better
+    train(0, *options).check()  # starts from the mean, so the best step is a later one
     monkeypatch.chdir(tmp_path)
     result, lines = report_of_run(Path("runs/default"))
     low, high = result["gain"]
@@ -66,8 +69,8 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
     assert high - low > 1.8 * (of_rows[1] - of_rows[0])
 
     (drawn,) = [line for line in lines if "bootstrap" in line]
-    assert "from 1,000 bootstrap samples" in drawn
-    assert drawn.endswith(f": {len(set(sets))} sets of genes and 0 unseen genes")
+    assert " 1,000 bootstrap samples " in drawn
+    assert drawn.endswith(f" {len(set(sets))} sets of genes and 0 unseen genes")
     shutil.copytree("runs/default", "runs/same")
     _, lines = report_of_runs([Path("runs/default"), Path("runs/same")])
     (line,) = [line for line in lines if line.startswith("ensemble")]
@@ -75,7 +78,10 @@ def test_replicates_of_a_set_are_drawn_together(train, tmp_path, monkeypatch):
 
 
 def test_rows_of_an_unseen_gene_are_drawn_together():
-    """Twenty rows of each of 25 unseen genes, of which the model knows a part; others without."""
+    """There are 20 rows for each of 25 unseen genes, and 40 rows without an unseen gene.
+
+    The model predicts a part of the effects of the unseen genes.
+    """
     unseen_genes = [f"U{row % 25}" for row in range(500)] + [""] * 40
     genes = [f"A{row},{name}".strip(",") for row, name in enumerate(unseen_genes)]
     of_gene = normal(26, 1)[[row % 25 for row in range(500)] + [25] * 40]
@@ -99,7 +105,7 @@ def test_rows_of_an_unseen_gene_are_drawn_together():
 
 
 def test_profiles_are_drawn_with_their_replicates():
-    """With a copy of each row, the intervals are what they are without."""
+    """A copy of each row does not change the intervals."""
     rows = make_rows(40, 30)
     twice = together([rows, rows])
     alone = metrics_by_group(rows)
@@ -109,13 +115,13 @@ def test_profiles_are_drawn_with_their_replicates():
     assert found["sets_drawn"] == alone["sets_drawn"]
 
 
-def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch):
+def test_rows_of_a_single_cluster_have_no_interval(tmp_path, monkeypatch):
     rows = [("A,B", 0, "", y, y**2, -y) for y in range(9)]
     write_table(tmp_path / "test.tsv", [HEADER, *rows])
     (tmp_path / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
     _, lines = report_of_run(Path())
-    header = ["rows", "Pearson", "baseline", "difference (95 %)"]
+    header = ["rows", "Pearson", "baseline Pearson", "difference (95 % CI)"]
     assert re.split(r"  +", lines[1])[1:5] == header
     assert re.split(r"  +", lines[2])[1:5] == ["9", "0.9622", "-1.0000", "-"]
     result = json.loads((tmp_path / "test.json").read_text())
@@ -126,9 +132,9 @@ def test_rows_of_a_single_unit_have_no_interval(tmp_path, monkeypatch):
 
 
 def two_of_one_error(num_targets: int) -> dict[str, Results]:
-    """Returns the rows of three runs: two good ones, whose errors are much the same, and a bad one.
+    """Returns the rows of three runs: two good runs with similar errors, and a bad run.
 
-    Each set has four rows, which share their errors.
+    Each set has four rows, with the same errors.
     """
     rows = make_rows(160, num_targets)
     rows.genes = [f"G{row // 4}" for row in range(160)]
@@ -161,15 +167,15 @@ def test_the_best_two_runs_are_compared_on_the_same_drawn_rows():
     assert high - low > 1.5 * (high_of_rows - low_of_rows)
 
 
-def test_the_best_two_runs_of_profiles_differ_by_what_their_interval_holds():
+def test_the_interval_of_the_best_two_runs_of_profiles_contains_their_difference():
     found = difference_of_best(two_of_one_error(30), "squared")
     low, high = found["gain"]
     assert found["runs"] == ["best", "second"]
     assert 0 < low < found["difference"] < high
 
 
-# ---- The benchmark of their coverage -------------------------------------------------------------
-def test_intervals_of_units_hold_the_true_difference_where_those_of_rows_do_not(monkeypatch):
+# ---- The benchmark of the coverage of intervals --------------------------------------------------
+def test_intervals_from_clusters_contain_the_true_difference_and_from_rows_do_not(monkeypatch):
     monkeypatch.setattr(coverage, "LARGE", 10**5)
     monkeypatch.setattr(coverage, "RESAMPLES", 200)
     figures = coverage.measure(coverage.replicates, 25)
@@ -179,8 +185,8 @@ def test_intervals_of_units_hold_the_true_difference_where_those_of_rows_do_not(
     assert figures["rows drawn, %"] == figures["clusters drawn, %"] > 85
 
 
-def test_intervals_of_pairs_of_unseen_genes_hold_the_true_difference(monkeypatch):
-    """The errors of a row's two genes recur in the rows of either."""
+def test_intervals_for_pairs_of_unseen_genes_contain_the_true_difference(monkeypatch):
+    """The errors of both genes of a row recur in the other rows with one of them."""
     monkeypatch.setattr(coverage, "LARGE", 10**5)
     monkeypatch.setattr(coverage, "RESAMPLES", 200)
     figures = coverage.measure(coverage.unseen_pairs, 25)

@@ -1,6 +1,6 @@
-"""Levels: `A=0.3` in a table sends 0.3 of its messages, 0 is the knock-out; all routes agree.
+"""Levels of nodes: in tables, splits and the baseline, and with all routes and readouts of a model.
 
-So does every readout.
+`A=0.3` in a table means that node A sends its messages times 0.3. Level 0 is a knock-out.
 """
 
 import itertools
@@ -57,7 +57,7 @@ SETS = [
 
 # ---- Tables --------------------------------------------------------------------------------------
 def read(folder: Path, cells: list[str]) -> Tables:
-    """Returns the tables of rows with these cells of the column genes."""
+    """Returns tables whose column genes has these cells."""
     edges = write_table(folder / "edges.tsv", EDGES)
     rows = [(cell, k, ("train", "val", "test")[k % 3]) for k, cell in enumerate(cells)]
     scores = write_table(folder / "scores.tsv", [HEADER, *rows])
@@ -65,14 +65,14 @@ def read(folder: Path, cells: list[str]) -> Tables:
 
 
 def levels_of(tables: Tables) -> list[dict[str, float]]:
-    """Returns each row's levels by name."""
+    """Returns the level of each node in each row, by the names of the nodes."""
     names = [tables.genes[node] for node in tables.perturbed.tolist()]
     pairs = zip(names, tables.level.tolist(), strict=True)
     counts = tables.perturbed_ptr.diff().tolist()
     return [dict(itertools.islice(pairs, count)) for count in counts]
 
 
-def test_a_name_may_carry_a_level(tmp_path):
+def test_a_name_may_have_a_level(tmp_path):
     cells = ["b=2 , a = 0.3", "a,b", "", "c=0.3", "c=0.4,b=1e-1", "a=1,a=1.0,b=3", "a,a=0,z=0.5"]
     tables = read(tmp_path, cells)
     assert tables.genes == ["a", "b", "c", "d", "z"]
@@ -108,10 +108,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("cell", WRONG)
-def test_a_level_that_is_no_number_from_0_to_10000_is_an_error(tmp_path, cell):
-    message = (
-        rf"scores.tsv:3: the genes 'b,{cell}' contain '.*', which has no name or no level from 0 to"
-    )
+def test_a_level_that_is_not_a_number_from_0_to_10000_is_an_error(tmp_path, cell):
+    message = rf"scores.tsv:3: the genes 'b,{cell}' contain '.*', which is not a node"
     with pytest.raises(DataError, match=message):
         read(tmp_path, ["a", f"b,{cell}", "c"])
 
@@ -122,7 +120,7 @@ def test_minus_0_is_0(tmp_path):
     assert not tables.level.signbit().any()
 
 
-def test_test_tsv_gives_levels_back(tmp_path):
+def test_levels_are_written_with_all_their_digits(tmp_path):
     levels = [0.123456789, 1 / 3, 1e-5, 9999.5, 0.1 + 0.2]
     tables = read(tmp_path, [f"a={level:.15g}" for level in levels])
     names = list(tables.names(tables.perturbed, tables.level))
@@ -131,13 +129,13 @@ def test_test_tsv_gives_levels_back(tmp_path):
     assert names[0] == "a=0.123456789"
 
 
-def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):
+def test_the_dose_of_a_level_does_not_depend_on_its_position_in_the_batch(shared):
     model = make_model(readout="local").double()
     levels = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
     for level in levels:
-        together = model(shared, make_batch(shared, [{3: level}] * 41))
-        alone = model(shared, make_batch(shared, [{3: level}]))
-        torch.testing.assert_close(together, alone.expand(41, -1), rtol=0, atol=1e-13)
+        in_batch = model(shared, make_batch(shared, [{3: level}] * 41))
+        single = model(shared, make_batch(shared, [{3: level}]))
+        torch.testing.assert_close(in_batch, single.expand(41, -1), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +151,8 @@ def test_the_dose_of_a_level_does_not_depend_on_its_place_in_the_batch(shared):
         ([0.0, 0.2, 3.0], [[(2 / 1.64) ** 0.5, 0, 0], [0, 0.5, 0], [0, 0, 1]]),
     ],
 )
-def test_a_node_has_as_many_responses_as_the_levels_of_training_tell_apart(levels, expected):
-    """Levels of other rows, or of rows without a score, tell nothing."""
+def test_a_node_has_as_many_effects_as_the_levels_of_training_rows_identify(levels, expected):
+    """Levels of validation and test rows, and of training rows without a score, do not count."""
     choices = torch.tensor(levels, dtype=torch.float64)
     sets = [{k % 20: choices[k % len(levels)].item()} for k in range(120)]
     sets += [{k: level} for k, level in enumerate([0.0, 0.7, 8.0] * 2)]
@@ -166,8 +164,8 @@ def test_a_node_has_as_many_responses_as_the_levels_of_training_tell_apart(level
     torch.testing.assert_close(basis_of(tables).T, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_each_response_of_a_node_is_found_and_imputed_by_itself(tmp_path):
-    """Losses, activations and deletions have effects of their own, by modules of the graph."""
+def test_each_effect_of_a_node_is_fitted_and_imputed_separately(tmp_path):
+    """Nodes in the same module of the graph have the same effects of loss, gain and deletion."""
     generator = torch.Generator().manual_seed(0)
     effect = torch.randn(6, 3, dtype=torch.float64, generator=generator)
     module = torch.arange(60) % 6
@@ -180,7 +178,7 @@ def test_each_response_of_a_node_is_found_and_imputed_by_itself(tmp_path):
         y.append(effect[module[node]] @ torch.tensor(dose, dtype=torch.float64))
     source, target = torch.combinations(torch.arange(60)).T
     is_edge = module[source] == module[target]
-    # The last node of each module was never activated, the one before never deleted.
+    # Training rows never activate the last node of a module, and never delete the node before it.
     is_left_out = [
         (node >= 54 and level > 1) or (48 <= node < 54 and level == 0)
         for nodes in sets
@@ -205,17 +203,20 @@ def test_each_response_of_a_node_is_found_and_imputed_by_itself(tmp_path):
     ("cell", "levels"), [("a=0.3,b,a=0.5", "0.3 and 0.5"), ("a,a=2", "0.0 and 2.0")]
 )
 def test_two_levels_of_a_node_in_a_row_are_an_error_that_names_both(tmp_path, cell, levels):
-    with pytest.raises(DataError, match=rf"scores.tsv:3: the genes '{cell}' have a at {levels}"):
+    with pytest.raises(DataError, match=rf"scores.tsv:3: the genes '{cell}' .* a .* {levels}: "):
         read(tmp_path, ["a", cell, "c"])
 
 
 def asked(path: str, tables: Tables) -> tuple[list[str], list[bool], list[dict[str, float]]]:
-    """Returns the cells of a table to predict, which rows are known, and the levels of these."""
+    """Returns the cells of a table to predict, which rows are known, and the levels in known rows.
+
+    A row is known if the graph has all of its nodes.
+    """
     (chunk,) = read_sets(path, tables)
     return list(chunk.sets), chunk.is_known.tolist(), levels_of(chunk.samples)
 
 
-def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
+def test_tables_and_all_sets_to_predict_may_have_levels(tmp_path):
     tables = read(tmp_path, ["a", "b=0.5", "c"])
     rows = [("genes",), ("b=0.25,a",), ("x=3",), ("c=0.3",), ("",)]
     path = write_table(tmp_path / "ask.tsv", rows)
@@ -229,12 +230,12 @@ def test_tables_to_predict_have_levels_and_screens_run_at_one(tmp_path):
     _, _, sets = asked("all-pairs=2", tables)
     assert len(sets) == 6
     assert sets[0] == {"a": 2.0, "b": 2.0}
-    with pytest.raises(UserError, match="all-singles=x: the level must be"):
+    with pytest.raises(UserError, match="all-singles=x: "):
         asked("all-singles=x", tables)
 
 
 def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
-    """Also where two levels are swapped between two nodes."""
+    """This includes sets that only differ in which of two nodes has which of two levels."""
     sets = [{k: 0.0, k + 1: level} for k in range(0, 60, 2) for level in (0.0, 0.3, 3.0)]
     sets += [{k: 0.3, k + 1: 3.0} for k in range(0, 60, 2)]
     sets += [{k: 3.0, k + 1: 0.3} for k in range(0, 60, 2)]
@@ -278,7 +279,7 @@ def make_model(**options) -> KnockoutGNN:
 def outputs_and_gradients(
     model: KnockoutGNN, shared: SharedGraph, batch: Data
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the predictions, and the gradients of a loss in all parameters that are trained."""
+    """Returns the predictions, and the gradients of a loss for all trained parameters."""
     prediction = model(shared, batch)
     prediction.square().sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -288,8 +289,8 @@ def outputs_and_gradients(
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, readout, layers):
-    """Values and gradients: on copies, on all nodes, and with a plan of each number of layers."""
+def test_all_routes_agree_for_levels_and_deletions(shared, monkeypatch, readout, layers):
+    """Compares values and gradients on copies of the graph with plans for 0 to all layers."""
     reference = make_model(layers=layers, readout=readout, message_passing="expanded")
     expected = outputs_and_gradients(reference, shared, make_batch(shared, SETS))
     monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: 2)
@@ -307,9 +308,9 @@ def test_all_routes_agree_for_levels_beside_deletions(shared, monkeypatch, reado
 
 
 # ---- The synthetic preset ------------------------------------------------------------------------
-def test_dose_responses_are_what_a_loop_over_edges_says():
+def test_dose_responses_equal_values_calculated_by_hand():
     class SameForAll:
-        """In place of random numbers: targets react alike, and edges and nodes count alike."""
+        """Replaces random numbers, so that all targets, edges and nodes are equal."""
 
         num_nodes = 3
         module = torch.zeros(3, dtype=torch.long)
@@ -325,7 +326,7 @@ def test_dose_responses_are_what_a_loop_over_edges_says():
     assert found.tolist() == pytest.approx(expected)
 
 
-def test_the_preset_dose_has_its_levels_and_others_have_none():
+def test_the_preset_dose_has_its_levels_and_another_preset_has_no_levels():
     tables = synthetic_tables(PRESETS["dose"])
     assert tables.level.unique().tolist() == list(PRESETS["dose"].levels)
     assert not synthetic_tables(PRESETS["small"]).level.any()

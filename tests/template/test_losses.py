@@ -1,4 +1,4 @@
-"""What outputs mean: losses, widths, what is predicted, and sentences where they do not fit."""
+"""losses.py: the losses, the columns of the output, predictions for metrics, and errors."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ STD = torch.tensor([0.5, 3.0], dtype=torch.float64)
 
 
 class Gaussian(Criterion):
-    """The negative logarithm of a normal density, of which mean and log variance are predicted."""
+    """The negative logarithm of a normal density, whose mean and log variance are predicted."""
 
     columns = ("mean", "log_variance")
 
@@ -41,7 +41,7 @@ class Gaussian(Criterion):
 
 
 class Counts(Squared):
-    """The error of logarithms, in whose unit there is no baseline."""
+    """A loss whose first column does not have the unit of the baseline."""
 
     starts_from_mean = True
 
@@ -54,7 +54,7 @@ def _more_losses(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the baselines of all tasks are cached."""
+    """Returns the folder in which the baselines of all tasks are cached."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -63,7 +63,7 @@ def random_numbers(*size):
 
 
 def make_task(loss, folder, readout="both"):
-    """Returns the task of two scores, with weights and gaps."""
+    """Returns a task with two scores, of which some are missing, and weights."""
     tables = additive_tables(1.0)
     tables.weight = 1.0 + torch.arange(len(tables.y)) % 6
     if LOSSES[loss].is_binary:
@@ -78,7 +78,7 @@ def make_task(loss, folder, readout="both"):
 
 
 # ---- Losses --------------------------------------------------------------------------------------
-def test_squared_errors_are_over_the_variance_of_the_scores():
+def test_squared_errors_are_divided_by_the_variance_of_the_scores():
     output = random_numbers(5, 2, 1)
     y = random_numbers(5, 2) * 3 + 1
     scores = MEAN + STD * output[:, :, 0]
@@ -88,7 +88,7 @@ def test_squared_errors_are_over_the_variance_of_the_scores():
     assert criterion.losses(output.float(), y).dtype == torch.float32
 
 
-def test_binary_losses_are_minus_the_logarithm_of_the_probability_of_what_is_so():
+def test_binary_losses_are_minus_the_logarithm_of_the_probability_of_the_score():
     output = random_numbers(5, 2, 1)
     y = (random_numbers(5, 2) > 0).double()
     mean, std = Binary.origin_and_unit(torch.tensor([0.3, 0.9]).double(), STD)
@@ -122,7 +122,7 @@ def test_validation_and_training_report_the_same_loss_of_the_same_rows(loss, fol
         ("counts", "both", True),
     ],
 )
-def test_the_log_says_where_training_starts_from_the_mean_beside_a_baseline(
+def test_the_log_reports_if_training_starts_from_the_mean_despite_a_baseline(
     loss, readout, from_mean, folder
 ):
     task = make_task(loss, folder, readout)
@@ -134,8 +134,8 @@ def test_the_log_says_where_training_starts_from_the_mean_beside_a_baseline(
     assert task.rivals["baseline"].std() > 0
 
 
-# ---- Widths --------------------------------------------------------------------------------------
-def test_what_is_known_without_the_graph_is_in_the_first_column_of_each_score(folder):
+# ---- Columns -------------------------------------------------------------------------------------
+def test_the_baseline_is_only_in_the_first_column_of_each_score(folder):
     squared = make_task("squared", folder)
     task = make_task("gaussian", folder)
     batch = task.dataset.__getitems__([0, 1, 2])
@@ -166,8 +166,8 @@ def test_every_column_is_trained(folder):
         assert readout.head[-1].bias.grad.all()
 
 
-def test_a_metric_may_take_what_the_loss_predicts_beside_the_score(folder, monkeypatch, caplog):
-    """Rivals have none, and a loss that does not predict it has only a note."""
+def test_a_metric_can_use_further_predictions_of_the_loss(folder, monkeypatch, caplog):
+    """The metric is omitted for rivals, and with a warning for a loss without these predictions."""
     monkeypatch.setitem(METRICS, "log_likelihood", log_likelihood)
     task = make_task("gaussian", folder)
     output = random_numbers(len(task.rows("test")), 2, 2)
@@ -180,15 +180,15 @@ def test_a_metric_may_take_what_the_loss_predicts_beside_the_score(folder, monke
     assert "score1\tscore1_prediction\tscore1_prediction_sd\tscore1_baseline" in header
     assert "log_likelihood" not in caplog.text
     task = make_task("squared", folder)
-    problem = "the metric log_likelihood needs sd, which optim.loss=squared does not predict: "
-    assert f"{problem}it is omitted" in caplog.text
+    problem = "the metric log_likelihood needs sd, which optim.loss=squared does not predict"
+    assert f"{problem}, so it is omitted" in caplog.text
     assert "log_likelihood" not in task.metrics("test", output[:, :, :1])
     monkeypatch.delitem(METRICS, "pearson")
-    with pytest.raises(UserError, match=f"{problem}set another loss, or put another metric first"):
+    with pytest.raises(UserError, match=f"{problem}: set another loss"):
         make_task("squared", folder)
 
 
-# ---- Sentences -----------------------------------------------------------------------------------
+# ---- Errors --------------------------------------------------------------------------------------
 def test_readout_nodes_has_one_column(folder):
     task = make_task("gaussian", folder)
     task = replace(task, config=replace(task.config, model=ModelConfig(readout="nodes")))
@@ -198,7 +198,7 @@ def test_readout_nodes_has_one_column(folder):
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_a_model_of_another_shape_is_one_sentence(train, nproc):
+def test_a_model_with_a_wrong_output_shape_is_an_error_without_traceback(train, nproc):
     result = train(nproc, fault="other_shape")
     assert result.returncode == 1
     assert result.stderr.count("error: ") == 1, result.stderr

@@ -1,4 +1,4 @@
-"""./launch.sh copy: what it copies and sets, and that nothing is left of one that fails."""
+"""./launch.sh copy: the files and options of a copy, and that a failed copy leaves no files."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
 from tests.template.parts_list import PARTS
 
-MOST_LINES_OF_CHECKS = 2500
+MOST_LINES_OF_CHECKS = 2500  # largest number of lines of the part checks
 BY_NAME = {part.name: part for part in PARTS}
 
 
 @pytest.fixture
 def copied(tmp_path, capsys):
-    """copied(*arguments) makes a copy in the test's folder `mine`, and returns what is printed."""
+    """copied(*arguments) makes a copy in the folder `mine` of the test, and returns the output."""
 
     def make(*arguments: str) -> str:
         assert make_copy.main([str(tmp_path / "mine"), *arguments]) == 0
@@ -29,16 +29,17 @@ def copied(tmp_path, capsys):
 
 
 def folders_in(folder):
-    """Returns the names of folders, but for .git and links."""
+    """Returns the names of the folders in a folder, except .git and links."""
     folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     return sorted(path.name for path in folders if path.name != ".git")
 
 
 def options_of(folder):
+    """Returns the options in the config.yaml of a folder, by section and name."""
     return yaml.safe_load((folder / "config.yaml").read_text())
 
 
-def test_a_copy_has_the_code_and_the_tests_that_hold_for_any_model(copied, tmp_path):
+def test_a_copy_has_the_code_the_pages_and_the_tests_that_are_valid_for_any_model(copied, tmp_path):
     printed = copied()
     copy = tmp_path / "mine"
     modules = {path.name for path in ROOT.glob("*.py")}
@@ -54,8 +55,8 @@ def test_a_copy_has_the_code_and_the_tests_that_hold_for_any_model(copied, tmp_p
     assert {path.name for path in (copy / "docs").iterdir()} == pages
 
 
-def test_a_copy_has_the_environment_that_made_it(copied, tmp_path, monkeypatch):
-    """Or else the template's; a Python outside of any is found without."""
+def test_venv_of_a_copy_is_a_link_to_the_active_environment(copied, tmp_path, monkeypatch):
+    """If the active environment does not have the packages, it is the template's .venv, if any."""
     active = tmp_path / "active"
     monkeypatch.setattr(sys, "prefix", str(active))
     active.mkdir()
@@ -72,7 +73,7 @@ def test_a_copy_has_the_environment_that_made_it(copied, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_part_is_left_out_with_its_files_its_tests_and_its_option(copied, tmp_path, name):
+def test_leaving_out_a_part_removes_its_files_and_tests_and_sets_its_option(copied, tmp_path, name):
     printed = copied(f"--without={name}")
     copy = tmp_path / "mine"
     part = BY_NAME[name]
@@ -93,8 +94,8 @@ def test_a_part_is_left_out_with_its_files_its_tests_and_its_option(copied, tmp_
     assert options_of(copy).keys() == options_of(ROOT).keys()
 
 
-def test_a_copy_and_its_pages_say_where_it_came_from(copied, tmp_path, monkeypatch):
-    """A commit, with edits or not, or none without git."""
+def test_readme_and_pages_of_a_copy_have_the_commit_of_the_template(copied, tmp_path, monkeypatch):
+    """Edits of the template are mentioned, and a template without git has no commit."""
     copied("--without=graphs,plots")
     copy = tmp_path / "mine"
     origin = make_copy.origin_of_copy()
@@ -102,18 +103,18 @@ def test_a_copy_and_its_pages_say_where_it_came_from(copied, tmp_path, monkeypat
     assert expected in (copy / "README.md").read_text()
     page = (copy / "docs/runs.md").read_text()
     assert page.startswith(f"# Runs\n\nFrom {origin}. ")
-    assert "see measured.\n" in page  # without a link
+    assert "](../tests/bench/README.md" not in page  # a link to a file that copies do not have
     monkeypatch.setattr(make_copy, "ROOT", copy)
     origin = make_copy.origin_of_copy()
     assert re.fullmatch(r"template [0-9a-f]{7,} of \d{4}-\d\d-\d\d", origin)
     (copy / "my_layers.py").touch()
     assert make_copy.origin_of_copy() == f"{origin}, with edits"
-    monkeypatch.setattr(make_copy, "ROOT", copy / "docs")  # a repository's, but not its own
+    monkeypatch.setattr(make_copy, "ROOT", copy / "docs")  # a folder inside a repository
     assert make_copy.origin_of_copy() == "template without git, of an unknown commit"
 
 
-def test_a_copy_is_a_repository_where_it_lies_in_none(copied, tmp_path, monkeypatch):
-    assert "git       branch template is" in copied()
+def test_a_copy_is_a_repository_unless_it_is_inside_one(copied, tmp_path, monkeypatch):
+    assert "\ngit       " in copied()
     copy = tmp_path / "mine"
     assert make_copy.git(copy, "log", "--format=%D %s") == (
         f"HEAD -> main, template {make_copy.origin_of_copy()}"
@@ -127,7 +128,7 @@ def test_a_copy_is_a_repository_where_it_lies_in_none(copied, tmp_path, monkeypa
     assert not (tmp_path / "other/.git").exists()
 
 
-def test_without_all_the_core_is_left(copied, tmp_path):
+def test_a_copy_without_all_parts_is_the_core_with_the_checks(copied, tmp_path):
     copied("--without", "all")
     of_parts = {file for part in PARTS for file in part.files}
     left = {path.name for path in (tmp_path / "mine").glob("*.py")}
@@ -135,7 +136,7 @@ def test_without_all_the_core_is_left(copied, tmp_path):
     assert 1000 < BY_NAME["checks"].num_lines(tmp_path / "mine") <= MOST_LINES_OF_CHECKS
 
 
-def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
+def test_edited_and_added_files_are_copied_but_not_runs(run, tmp_path):
     template = copy_template(tmp_path / "template")
     (template / "model.py").write_text((template / "model.py").read_text() + "# edited\n")
     (template / "my_layers.py").write_text("")
@@ -145,7 +146,8 @@ def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
     run([str(template / "launch.sh"), "copy", "mine"]).check()
     copy = tmp_path / "mine"
     assert (copy / "model.py").read_text().endswith("# edited\n")
-    assert (copy / "model.py").stat().st_mode & 0o200  # of a template that one may only read
+    # The file in the copy is writable, although it is read-only in the template.
+    assert (copy / "model.py").stat().st_mode & 0o200
     assert (copy / "my_layers.py").exists()
     assert folders_in(copy) == ["docs", "example", "tests"]
 
@@ -163,7 +165,7 @@ def test_edited_and_added_files_are_copied_and_runs_are_not(run, tmp_path):
         (["/proc/mine"], "cannot create the copy"),
     ],
 )
-def test_a_copy_that_cannot_be_made_is_one_sentence(monkeypatch, tmp_path, capsys, arguments, word):
+def test_wrong_arguments_give_a_one_line_error(monkeypatch, tmp_path, capsys, arguments, word):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
@@ -174,7 +176,7 @@ def test_a_copy_that_cannot_be_made_is_one_sentence(monkeypatch, tmp_path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
 
 
-def test_a_copy_that_fails_leaves_nothing(monkeypatch, tmp_path):
+def test_a_failed_copy_leaves_no_files(monkeypatch, tmp_path):
     copy_file = shutil.copyfile
 
     def full_disk(source, target):

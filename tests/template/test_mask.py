@@ -1,4 +1,4 @@
-"""The mask kernel and the products of a graph: what tests/test_mask.py leaves to the template."""
+"""Tests of the masks and the sparse products of a graph that are not in tests/test_mask.py."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_node_at_a_level_keeps_its_edges(graph):
         assert torch.equal(copied[relation], expected_copies[relation])
 
 
-def test_masks_in_reused_memory_equal_fresh_ones_for_batches_of_any_size(graph):
+def test_reused_masks_equal_fresh_masks_for_batches_of_any_size(graph):
     shared = SharedGraph(graph)
     masks = EdgeMasks(shared)
     hub = int(shared.degree.argmax())
@@ -58,7 +58,7 @@ def test_masks_in_reused_memory_equal_fresh_ones_for_batches_of_any_size(graph):
     assert len(masks.memory[0]) == largest
 
 
-def test_fresh_masks_stay_as_they_are(graph):
+def test_later_batches_do_not_change_fresh_masks(graph):
     shared = SharedGraph(graph)
     masks = shared.edge_masks(make_batch(shared, SETS))
     shared.edge_masks(make_batch(shared, [[]] * len(SETS)))
@@ -115,7 +115,7 @@ def assert_propagates_as_dense_products(
     autocast: torch.dtype | None,
     tolerance: float,
 ) -> None:
-    """Compares sums over neighbours and their gradients with products of dense float64 matrices."""
+    """Compares the sums over neighbours, and their gradients, with dense products in float64."""
     dtype = shared.edge_weight.dtype
     dense = matrices(graph)
     generator = torch.Generator().manual_seed(0)
@@ -137,22 +137,22 @@ def assert_propagates_as_dense_products(
         assert (result - reference).norm() <= tolerance * reference.norm()
 
 
-# Weights are rounded to float32 before they are float64.
+# The tolerance in float64 is 1e-7, because the weights have been rounded to float32.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("sparse", [0, 2])  # all rows are stored; those with edges
+@pytest.mark.parametrize("sparse", [0, 2])  # 0: all rows are stored; 2: only rows with edges
 def test_propagate_equals_dense_products_with_their_gradients(
     graph, monkeypatch, gated, autocast, dtype, tolerance, sparse
 ):
-    """Also under autocast, as sums over many neighbours need the graph's precision."""
+    """Under autocast, too, because sums over many neighbours need the precision of the graph."""
     monkeypatch.setattr(RelationStack, "SPARSE", sparse)
     shared = SharedGraph(graph).to(dtype)
     assert (shared.stack.by_target.node is None) == (sparse == 0)
     assert_propagates_as_dense_products(shared, graph, gated, autocast, tolerance)
 
 
-def test_rows_without_edges_are_not_stored_where_they_are_many(graph):
+def test_many_rows_without_edges_are_not_stored(graph):
     for number in range(10):
         edge_index = torch.tensor([[number % NUM_NODES], [3]])
         graph["gene", f"few{number}", "gene"].edge_index = edge_index
@@ -174,23 +174,23 @@ def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):
         assert (row * NUM_NODES + col).diff().ge(0).all()
 
 
-def test_segments_give_what_the_sparse_product_gives(graph):
+def test_segment_product_equals_sparse_product(graph):
     x = torch.randn(NUM_NODES, 100)
-    matrix = SharedGraph(graph).stack.by_target.csr  # of all relations, 27 x 9
+    matrix = SharedGraph(graph).stack.by_target.csr  # the matrices of all relations, [27, 9]
     expected = sparse_product(matrix, x)
     torch.testing.assert_close(_segment_product(matrix, x), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_all_buffers_move_with_the_module_and_none_is_saved(graph):
+def test_buffers_move_with_the_module_and_are_not_saved(graph):
     shared = SharedGraph(graph)
     assert not shared.state_dict() and not list(shared.parameters())
     tensors = {name for name, value in vars(shared).items() if isinstance(value, Tensor)}
-    assert tensors == {"degree", "out_degree"}  # which stay on the CPU
+    assert tensors == {"degree", "out_degree"}  # these stay on the CPU
     assert all(buffer.device.type == "meta" for buffer in SharedGraph(graph).to("meta").buffers())
     assert shared.degree.device == shared.out_degree.device == torch.device("cpu")
 
 
-def test_a_batch_on_another_device_is_refused_with_the_call_that_fixes_it(graph):
+def test_a_batch_on_a_different_device_raises_an_error_with_advice(graph):
     shared = SharedGraph(graph)
     batch = make_batch(shared, SETS)
     shared.check(batch)
@@ -203,15 +203,14 @@ def test_a_batch_on_another_device_is_refused_with_the_call_that_fixes_it(graph)
 
 
 @pytest.mark.parametrize("node", [-1, NUM_NODES])
-def test_a_node_outside_the_graph_is_named(graph, node):
+def test_the_error_for_a_node_outside_the_graph_contains_its_number(graph, node):
     shared = SharedGraph(graph)
-    message = rf"sample 1: knocked-out node {node} is outside \[0, {NUM_NODES}\)"
-    with pytest.raises(IndexError, match=message):
+    with pytest.raises(IndexError, match=rf"sample 1: .*node {node} .*\[0, {NUM_NODES}\)"):
         make_batch(shared, [[1], [2, node]])
 
 
-def test_the_given_graph_stays_where_it_is(graph, monkeypatch):
-    """PyG moves a graph, and each of its parts, in place."""
+def test_the_given_graph_is_not_moved(graph, monkeypatch):
+    """`SharedGraph` must copy the edges first, because PyG moves the stores of a graph in place."""
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     stores = [graph["gene", name, "gene"] for name in "ab"]
     before = [store.edge_index for store in stores]
@@ -219,14 +218,14 @@ def test_the_given_graph_stays_where_it_is(graph, monkeypatch):
     assert all(store.edge_index is tensor for store, tensor in zip(stores, before, strict=True))
 
 
-def test_wrong_graphs_are_refused(graph):
+def test_invalid_graphs_raise_errors(graph):
     with pytest.raises(ValueError, match="no edge types"):
         empty = HeteroData()
         empty["gene"].num_nodes = 3
         SharedGraph(empty)
     graph["drug"].num_nodes = 1
     graph["gene", "to", "drug"].edge_index = torch.zeros(2, 1, dtype=torch.long)
-    with pytest.raises(ValueError, match="does not connect 'gene' with itself"):
+    with pytest.raises(ValueError, match="does not connect 'gene'"):
         SharedGraph(graph)
     graph["gene", "a", "gene"].edge_index[0, 0] = NUM_NODES
     with pytest.raises(ValueError, match="larger source indices than the number of nodes"):

@@ -1,4 +1,7 @@
-"""Messages of states that all samples share, on random graphs, compared with a product for each."""
+"""Tests of `propagate_from_one`, for states that are the same in all samples, on random graphs.
+
+Its results are compared with `propagate`, which computes a product for each sample.
+"""
 
 import pytest
 import torch
@@ -16,9 +19,10 @@ HIDDEN = 3
 
 
 def draw(number: int) -> tuple[SharedGraph, list[dict[int, float]]]:
-    """Returns a random graph, float64, and nodes and levels of random samples.
+    """Returns a random graph in float64, and the level of each perturbed node of random samples.
 
-    It has self-loops and duplicate edges; of many relations, `RelationStack` leaves rows out.
+    The graph has self-loops and duplicate edges. If it has many relations, `RelationStack` does not
+    store rows without edges.
     """
     generator = torch.Generator().manual_seed(number)
 
@@ -48,7 +52,7 @@ def batch_of(graph: SharedGraph, samples: list[dict[int, float]]) -> Data:
 
 
 def in_blocks(graph: SharedGraph, batch: Data, size: int, x: Tensor, gate: Tensor) -> Tensor:
-    """Returns the sums of all samples, [N, B, H], in blocks of so many."""
+    """Returns the sums of all samples, [N, B, H], computed in blocks of `size` samples."""
     sums = [x.new_empty(graph.num_nodes, 0, HIDDEN)]
     first = 0
     for level in graph.levels(batch).split(size, dim=1):
@@ -58,8 +62,8 @@ def in_blocks(graph: SharedGraph, batch: Data, size: int, x: Tensor, gate: Tenso
 
 
 @pytest.mark.parametrize("number", range(25))
-def test_sums_and_gradients_equal_those_of_a_product_for_each_sample(number, monkeypatch):
-    """Each block of samples walks its own out-edges alone, and no host waits."""
+def test_shared_sums_and_gradients_equal_separate_products(number, monkeypatch):
+    """Each block of samples computes only the messages of its own out-edges, without waiting."""
     counts = []
 
     def counted(*arguments: object) -> tuple[Tensor, Tensor]:
@@ -97,7 +101,7 @@ def test_sums_and_gradients_equal_those_of_a_product_for_each_sample(number, mon
             torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_that_are_left_out_are_among_the_random_graphs():
+def test_some_random_graphs_have_rows_that_are_not_stored():
     stacks = [draw(number)[0].stack for number in range(25)]
     num_left_out = sum(stack.by_source.relation is not None for stack in stacks)
     assert 2 < num_left_out < 23

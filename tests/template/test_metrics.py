@@ -1,4 +1,4 @@
-"""Metrics and ranks beside their definitions, computed in another way."""
+"""Metrics and ranks, compared with simple implementations of their definitions."""
 
 import itertools
 import math
@@ -33,13 +33,13 @@ FIRST = first_metric()
 
 
 def whole_numbers(*size: int) -> torch.Tensor:
-    """Returns numbers from -4 to 4, of which many are equal."""
+    """Returns whole numbers from -4 to 4, so many of them are equal."""
     return torch.randint(-4, 5, size, generator=torch.Generator().manual_seed(0)).double()
 
 
-# ---- Which model is the best ---------------------------------------------------------------------
-def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
-    train(0).check()  # whose best validation has no such metric
+# ---- The best model ------------------------------------------------------------------------------
+def test_a_custom_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
+    train(0).check()  # its best validation does not have the custom metric
     result = train(0, "optim.epochs=3", "optim.lr=0.1", fault="own_metric").check()
     rows = read_metrics(tmp_path / "runs/default", "val")[2:]
     assert len(rows) == 2
@@ -47,7 +47,7 @@ def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
         assert row["worst"] == -row[FIRST]
         assert row["baseline_worst"] == -row[f"baseline_{FIRST}"]
     (test,) = read_metrics(tmp_path / "runs/default", "test")
-    # As `worst` is smaller where predictions are better.
+    # `worst` is smaller for better predictions.
     assert test["best_step"] == min(rows, key=lambda row: row["worst"])["step"]
     title = f"loss {test['loss']:.4f}"
     for name in ("worst", *METRICS):
@@ -56,7 +56,7 @@ def test_an_own_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
     assert f"test      {title}" in result.stdout
 
 
-def test_each_metric_stands_beside_that_of_every_rival():
+def test_each_metric_is_followed_by_the_metric_of_every_rival():
     y, prediction, first, second = whole_numbers(4, 60, 1)
     rivals = {"first": first, "second": second}
     weight = torch.arange(60.0).double().unsqueeze(1)
@@ -73,10 +73,7 @@ def test_each_metric_stands_beside_that_of_every_rival():
 
 
 def test_models_with_an_undefined_metric_are_ranked_by_loss():
-    """A constant prediction, whose Pearson is undefined, ranks as one of 0.
-
-    A loss of no rows, which is nan, is the worst.
-    """
+    """An undefined metric counts as 0. A loss of nan, as in a split without scores, is worst."""
     results = [
         {FIRST: -0.5, "loss": math.nan},
         {FIRST: -0.5, "loss": 1.0},
@@ -91,7 +88,7 @@ def test_models_with_an_undefined_metric_are_ranked_by_loss():
         assert worse < better
 
 
-def test_metrics_that_are_errors_are_told_from_those_that_are_not():
+def test_metrics_that_are_errors_are_detected():
     def accuracy(y, prediction, weight):
         return (y == prediction).double().mean(dim=0)
 
@@ -112,9 +109,9 @@ def test_metrics_that_are_errors_are_told_from_those_that_are_not():
         assert not is_error(metric)
 
 
-# ---- Figures of scores and predictions -----------------------------------------------------------
+# ---- Metrics -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("metric", [pearson, mse, r2])
-def test_a_whole_weight_counts_as_that_many_rows(metric):
+def test_a_row_with_weight_n_counts_as_n_rows(metric):
     y, prediction = whole_numbers(2, 60, 2)
     y[::7, 0] = math.nan
     weight = 1 + torch.arange(60) % 4
@@ -130,8 +127,8 @@ def test_probabilities_are_ranked_however_small_they_are():
     torch.testing.assert_close(spearman(y, logit.sigmoid()), pearson(rank(y), ranks))
 
 
-def test_figures_equal_their_definitions():
-    """Of 60 rows, and of 20 without a score, which do not count."""
+def test_metrics_equal_their_definitions():
+    """There are 60 rows with a score, and 20 rows without a score, which are ignored."""
     y, prediction, baseline = whole_numbers(3, 80, 1)
     y = (y > 1.5).double()
     y[60:] = math.nan
@@ -151,7 +148,7 @@ def test_figures_equal_their_definitions():
     assert found["average_precision"] == pytest.approx(np.mean(precision))
 
 
-def test_scores_that_are_constant_have_no_r2():
+def test_constant_scores_have_no_r2_and_no_pearson():
     y = torch.ones(5, 1).double()
     prediction = normal(5, 1)
     assert r2(y, prediction).isnan()
@@ -159,8 +156,8 @@ def test_scores_that_are_constant_have_no_r2():
     assert mse(y, prediction) > 0
 
 
-def test_rows_of_several_targets_are_found_as_those_of_each_alone():
-    """Without the warning of torch.searchsorted about memory that is not contiguous."""
+def test_average_precision_of_several_targets_equals_that_of_each_target():
+    """torch.searchsorted does not warn about non-contiguous memory, which pytest makes an error."""
     certainty = normal(40, 3)
     certainty[::7, 1] = math.nan
     positive = (normal(40, 3, seed=1) > 0.5) & ~certainty.isnan()
@@ -170,8 +167,8 @@ def test_rows_of_several_targets_are_found_as_those_of_each_alone():
         torch.testing.assert_close(found[[target]], alone)
 
 
-def test_ranks_are_those_of_each_target_alone():
-    """Equal values share the mean rank, a nan takes none, infinite values come last or first."""
+def test_ranks_are_computed_for_each_target_separately():
+    """Equal values have their mean rank, nan has no rank, and infinite values are first or last."""
     values = torch.randint(5, (40, 3), generator=torch.Generator().manual_seed(0)).double()
     values[::3, 1] = math.nan
     values[:, 2] = math.nan

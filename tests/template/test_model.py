@@ -1,6 +1,6 @@
-"""The model: all routes of message passing agree, and samples of a batch do not affect each other.
+"""Tests of the model: all routes of message passing agree, and samples do not affect each other.
 
-The expanded route, on masked copies of the graph, is the reference.
+The reference is message_passing=expanded, which runs on masked copies of the graph.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from tests.template.small_model import (
 
 @pytest.fixture
 def set_block(monkeypatch) -> Callable[[int], None]:
-    """set_block(k) makes the model process k samples at a time, not all as the cache allows."""
+    """set_block(k) makes the model process k samples at once, whatever fits in the cache."""
 
     def set_size(size: int) -> None:
         monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: size)
@@ -50,7 +50,10 @@ def shared() -> SharedGraph:
 
 @pytest.fixture
 def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
-    """limited_planner(graph, layers, max_edges) plans small blocks, of at most so many edges."""
+    """limited_planner(graph, layers, max_edges) returns a planner with blocks of three samples.
+
+    It plans layers with at most `max_edges` edges for each sample.
+    """
 
     def make(graph: SharedGraph, layers: int, max_edges: float) -> ReachPlanner:
         monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
@@ -70,10 +73,10 @@ def limited_planner(monkeypatch) -> Callable[..., ReachPlanner]:
         (3, "nodes", torch.float64, 1e-12),
     ],
 )
-def test_reached_states_give_what_masked_copies_give(
+def test_planned_batches_give_the_same_results_as_masked_copies(
     shared, set_block, limited_planner, layers, readout, dtype, tolerance
 ):
-    """Planned are all layers, the first one, or different numbers in the blocks of a batch."""
+    """The plans have all layers, the first layer, or different numbers of layers in each block."""
     shared = shared.to(dtype)
     options = {"layers": layers, "readout": readout}
     everything = list(range(NUM_NODES))
@@ -95,8 +98,8 @@ def test_reached_states_give_what_masked_copies_give(
     assert is_mixed
 
 
-def test_a_few_rows_of_the_wild_type_states_have_a_sparse_gradient():
-    """So that its cost does not follow the number of nodes."""
+def test_selecting_few_states_of_the_wild_type_gives_a_sparse_gradient():
+    """The cost of a sparse gradient does not depend on the number of nodes."""
     for num_rows in (3, 4):
         states = torch.ones(4, 1, 8, requires_grad=True)
         select(make_model(), states, torch.arange(num_rows)).sum().backward()
@@ -104,7 +107,7 @@ def test_a_few_rows_of_the_wild_type_states_have_a_sparse_gradient():
         assert states.grad.sum() == 8 * num_rows
 
 
-def test_training_and_prediction_take_planned_batches(train, predict):
+def test_training_and_prediction_use_planned_batches(train, predict):
     of_training = train(0, fault="print_plans").check().stdout
     of_prediction = predict(0, "all-singles", "runs/default", fault="print_plans").check().stdout
     for output in (of_training, of_prediction):
@@ -112,11 +115,11 @@ def test_training_and_prediction_take_planned_batches(train, predict):
         assert "planned: False" not in output
 
 
-def test_a_dataset_plans_as_the_model_needs(shared):
+def test_a_dataset_plans_the_layers_that_the_model_needs(shared):
     tables = tables_of(SETS, torch.zeros(len(SETS)))
     tables.split = torch.zeros(len(SETS), dtype=torch.int8)  # training rows
     for options, num_layers, route in (
-        ({"readout": "local"}, None, "no knock-out pass, as model.readout=local"),
+        ({"readout": "local"}, None, "no knock-out pass, because model.readout=local"),
         ({"message_passing": "expanded"}, None, "expanded"),
         ({"message_passing": "reach", "layers": 3}, 3, "3 layers: reach"),
     ):
@@ -127,15 +130,18 @@ def test_a_dataset_plans_as_the_model_needs(shared):
 
 
 @pytest.mark.parametrize("readout", ["both", "local"])
-def test_a_batch_on_another_device_is_refused(shared, readout):
+def test_the_model_refuses_a_batch_on_a_different_device(shared, readout):
     batch = make_batch(shared, SETS).to("meta")
-    with pytest.raises(RuntimeError, match="the batch is on meta but the graph is on cpu: call"):
+    with pytest.raises(RuntimeError, match="batch is on meta but the graph is on cpu"):
         make_model(readout=readout)(shared, batch)
 
 
 @pytest.mark.parametrize("readout", ["both", "nodes"])
 def test_gradients_of_blocks_of_samples_add_up_in_full_precision(shared, set_block, readout):
-    """Under autocast, sums over 96 passes are as exact as those of reached states in three."""
+    """The 96 samples are processed in 96 blocks, or in three blocks of a plan.
+
+    Under autocast, the gradients of 96 blocks must be about as exact as the gradients of three.
+    """
     set_block(1)
     errors = []
     for layers in (1, 2):
@@ -174,8 +180,8 @@ def test_local_readout_runs_no_knock_out_pass(shared, set_block, monkeypatch):
     assert passes == [1, 2, 2, 1]  # one wild-type pass per batch, then blocks of samples
 
 
-def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(shared):
-    """With everything hidden, neither a node's effect nor identity matters to a training step."""
+def test_training_hides_identities_and_effects_and_prediction_does_not(shared):
+    """If all nodes are hidden, their effects and identities do not change a training step."""
     model = make_model(dropout=1e-9)
     batch = make_batch(shared, [[0, 3], [5], [8, 1]])
     model.unseen = 1.0
@@ -191,14 +197,14 @@ def test_training_hides_what_nodes_know_of_themselves_and_prediction_does_not(sh
     first = model.train()(shared, batch)
     is_shown, _ = model.draw(shared, batch).is_shown
     with torch.no_grad():
-        model.encoder.identity[~is_shown] += 1.0  # is hidden with the effect
+        model.encoder.identity[~is_shown] += 1.0  # the identity is hidden if the effect is hidden
     assert model(shared, batch).equal(first)
     batch.seed += 1
     assert not first.equal(model(shared, batch))
 
 
-def test_dropout_does_not_look_like_a_knock_out(shared):
-    """Both passes drop the same channels: without knock-outs, all is as in the wild type."""
+def test_both_passes_drop_the_same_channels(shared):
+    """Otherwise, dropout would look like a knock-out: states without knock-outs would change."""
     model = make_model(readout="global", dropout=0.5).train()
     pooled = []
     head = model.terms["knockout"].head
@@ -206,14 +212,14 @@ def test_dropout_does_not_look_like_a_knock_out(shared):
     model(shared, make_batch(shared, [[], [0]]))
     nothing, connected = pooled[0].abs().amax(dim=1)
     assert nothing < 1e-5 < connected
-    assert (pooled[0][1] == 0).any()  # the readout drops some for each row
+    assert (pooled[0][1] == 0).any()  # the readout also drops features of each row
     batch = make_batch(shared, [[0]])
     first = model(shared, batch)
     batch.seed += 1
     assert first != model(shared, batch)  # dropout is active
 
 
-def test_what_nodes_send_and_what_the_local_readout_knows_drops_out(shared):
+def test_dropout_applies_to_messages_and_to_the_local_readout(shared):
     model = make_model(readout="local", dropout=0.5).train()
     local = model.terms["local"]
     inputs = []
@@ -224,15 +230,15 @@ def test_what_nodes_send_and_what_the_local_readout_knows_drops_out(shared):
     assert len(dropped) == 3 and all(0.3 < share < 0.7 for share in dropped), dropped
 
 
-def test_rows_and_nodes_of_the_same_number_draw_others(shared):
+def test_rows_and_nodes_with_the_same_number_have_different_random_numbers(shared):
     batch = make_batch(shared, SETS)
     draws = make_model(dropout=0.5).train().draw(shared, batch)
     assert not draws.row_dropout.equal(draws.node_dropout[batch.index])
 
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
-def test_all_routes_draw_the_same(shared, set_block, limited_planner, readout):
-    """And so does any split of a step into batches, with rows that are not there, -1."""
+def test_all_routes_use_the_same_random_numbers(shared, set_block, limited_planner, readout):
+    """The numbers do not depend on the split of a step into batches either, or on padding, -1."""
     shared = shared.double()
     options = {"dropout": 0.4, "layers": 3, "readout": readout}
     set_block(2)
@@ -258,7 +264,7 @@ def test_all_routes_draw_the_same(shared, set_block, limited_planner, readout):
     assert not torch.allclose(model.eval()(shared, make_batch(shared, SETS)), expected, rtol=1e-3)
 
 
-def test_nothing_is_drawn_in_evaluation_or_without_dropout(shared, monkeypatch):
+def test_no_random_numbers_are_drawn_in_evaluation_or_without_dropout(shared, monkeypatch):
     monkeypatch.setattr(model_module, "uniform", None)
     batch = make_batch(shared, SETS)
     model = make_model(dropout=0.4).eval()
@@ -270,7 +276,7 @@ def test_nothing_is_drawn_in_evaluation_or_without_dropout(shared, monkeypatch):
 
 
 def of_position(seed: int, key: int, column: int) -> float:
-    """What `uniform` computes, in integers without a bound."""
+    """Returns one number of `uniform`, computed with Python's unlimited integers."""
     golden = 2**64 - 0x61C8864680B583EB
     x = ((seed + key) * golden + column) % 2**64
     for _ in range(2):
@@ -279,7 +285,7 @@ def of_position(seed: int, key: int, column: int) -> float:
     return (x - 2**64 if x >> 63 else x) / 2**64 + 0.5
 
 
-def test_random_numbers_are_those_of_integer_arithmetic():
+def test_random_numbers_equal_exact_integer_arithmetic():
     for seed, keys in ((0, [0, 1, 2]), (2**56 - 1, [-1, 10**7, 3 * 10**12])):
         expected = [[of_position(seed, key, column) for column in range(66)] for key in keys]
         found = uniform(torch.tensor(seed), torch.tensor(keys), 66)
@@ -288,11 +294,12 @@ def test_random_numbers_are_those_of_integer_arithmetic():
 
 
 def test_random_numbers_are_uniform_and_independent():
-    """Deviations of a million numbers are at most 5 standard errors."""
+    """Deviations of a million numbers must be smaller than about 5 standard errors."""
     check_random_numbers(8, num_keys=16_000)
 
 
 def check_random_numbers(seed: int, num_keys: int) -> None:
+    """Checks mean, variance, correlations and frequencies of the random numbers of some keys."""
     width = 64
     numbers, of_another_step = (
         uniform(torch.tensor(seed + later), torch.arange(num_keys), width).double() - 0.5
@@ -304,7 +311,7 @@ def check_random_numbers(seed: int, num_keys: int) -> None:
     of_columns = numbers.mean(0).abs() * (12 * len(numbers)) ** 0.5
     assert of_columns.max() < 5
     of_keys = numbers.mean(1).abs() * (12 * width) ** 0.5
-    assert of_keys.max() < 6  # there are many
+    assert of_keys.max() < 6  # the maximum of many keys is larger
     pairs = [(numbers[step:], numbers[:-step]) for step in (1, 2, 3, 64, 1000)]
     pairs += [(numbers[:, step:], numbers[:, :-step]) for step in (1, 2, 32)]
     pairs += [(numbers[1:, 1:], numbers[:-1, :-1]), (numbers[1:, :-1], numbers[:-1, 1:])]
@@ -312,17 +319,17 @@ def check_random_numbers(seed: int, num_keys: int) -> None:
     for a, b in pairs:
         assert abs((a * b).sum()) * 12 / a.numel() ** 0.5 < 5
     correlation = numbers.T.corrcoef() - torch.eye(width)
-    assert correlation.abs().max() * len(numbers) ** 0.5 < 5.5  # of any two columns
+    assert correlation.abs().max() * len(numbers) ** 0.5 < 5.5  # for any two columns
     sixteenths = (numbers * 16 + 8).long().clamp(max=15)
     for a, b in ((sixteenths[1:], sixteenths[:-1]), (sixteenths[:, 1:], sixteenths[:, :-1])):
         frequency = (16 * a + b).flatten().bincount(minlength=256) / a.numel()
         deviation = (256 * frequency - 1).abs().max() * (a.numel() / 256) ** 0.5
-        assert deviation < 5  # of pairs of sixteenths
+        assert deviation < 5  # for the frequency of each pair of sixteenths
 
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
-def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
-    """And all are trained, but for the baseline of effects on nodes."""
+def test_terms_have_the_order_of_the_parts_of_a_prediction(tmp_path, readout):
+    """All terms are trained, except for the baseline with readout=nodes."""
     sets = 2 * SETS
     tables = replace(
         tables_of(sets, torch.randn(len(sets)).double()),
@@ -350,15 +357,15 @@ def test_terms_stand_in_the_order_of_the_parts(tmp_path, readout):
     assert fixed == (of_baseline if readout == "nodes" else set())
 
 
-def test_a_model_without_tables_starts_from_zero_and_hides_no_node(shared):
-    """Where it is not told otherwise, it predicts the mean, in whose units it predicts."""
+def test_a_model_without_tables_predicts_zero_and_hides_no_nodes(shared):
+    """An output of 0 is the mean of the scores, because outputs are deviations from the mean."""
     model = full_model(ModelConfig(hidden=8), NUM_NODES, num_relations=3)
     assert model.unseen == 0
     assert (model.eval()(shared, make_batch(shared, SETS)) == 0).all()
 
 
 def test_the_global_readout_starts_at_zero_and_is_trained(shared):
-    """It adds nothing to the local readout at first, but gets a gradient from the first step on."""
+    """Its term is 0 at first, but its last layer gets a gradient in the first step."""
     torch.manual_seed(0)
     model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, num_relations=3)
     batch = make_batch(shared, SETS)
@@ -399,7 +406,7 @@ def test_checkpointing_saves_memory_and_changes_nothing(shared, set_block, route
 
 
 def test_every_parameter_is_used(shared):
-    """DDP waits for the gradient of every parameter, even for a batch of nothing but padding."""
+    """DDP waits for the gradient of every parameter, even if a batch contains only padding."""
     for readout, sets in itertools.product(["both", "local", "global", "nodes"], [SETS, [[]]]):
         model = make_model(readout=readout)
         model(shared, make_batch(shared, sets)).sum().backward()
@@ -415,6 +422,7 @@ def test_every_parameter_is_used(shared):
 def test_a_step_launches_at_most_418_kernels():
     kernels = count_kernels(tiny_step(torch.device("cpu")))
     assert 200 < kernels.total() <= 418, kernels
-    # 10 of dense matrices; of sparse ones, one each way for 5 layers on all nodes, whatever the
-    # number of relations, and a reached one.
+    # There are 10 products of dense matrices. The number of sparse products does not depend on the
+    # number of relations: one in each pass, forward and backward, for 5 layers on all nodes and for
+    # one layer on reached states.
     assert kernels["addmm"] == 10 + 12

@@ -1,6 +1,6 @@
-"""The readout of effects on nodes: where they come from, which node is whose, and how it is missed.
+"""Tests of the readout nodes: the names of its scores, and the states that an effect depends on.
 
-That it computes the same on all routes is in the tests of the model and of `model_reach`.
+test_model.py and test_model_reach.py test that all routes of message passing give the same effects.
 """
 
 import pytest
@@ -18,20 +18,18 @@ from tests.template.small_model import (
 )
 
 
-def test_all_scores_that_are_no_nodes_are_named():
+def test_the_error_lists_all_scores_that_are_not_nodes():
     tables = tables_of([[0], [1]], torch.zeros(2))
     tables.genes = ["g0", "g1", "g2"]
     tables.targets = ["g2", "g0"]
     assert target_nodes(tables).tolist() == [2, 0]
     tables.targets = ["g0", "x", "g1", "y"]
-    with pytest.raises(
-        DataError, match=r"^model.readout=nodes needs scores .* 2 of 4 are not: x, y: "
-    ):
+    with pytest.raises(DataError, match=r"^model\.readout=nodes .*x, y \(2 of 4 scores\)"):
         target_nodes(tables)
 
 
-def test_an_effect_on_a_node_comes_from_the_change_of_its_own_state():
-    """Beyond the additive part; a target that is knocked out has a part of its own."""
+def test_an_effect_on_a_node_depends_on_the_change_of_its_own_state():
+    """The baseline is subtracted first. A target that is knocked out also has a direct effect."""
     model = make_model(readout="nodes", layers=1).double()
     shared = graph_of_12_nodes().double()
     sets = [[], [10], [0], [5, 8]]

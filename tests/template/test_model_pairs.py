@@ -1,4 +1,4 @@
-"""What pairs of nodes have in common, against dense matrices, and its part of a prediction."""
+"""Tests of the features of pairs of nodes, compared with dense matrices, and of their term."""
 
 import itertools
 import pickle
@@ -37,7 +37,10 @@ from tests.tools.runs import difference
 
 
 def dense_features(edge_index: Tensor, relation: Tensor, weight: Tensor, size: tuple) -> Tensor:
-    """Returns the features of all pairs by dense matrices, [F, N, N]."""
+    """Returns the features of all pairs, computed with dense matrices, [F, N, N].
+
+    `size` is (R, N, N).
+    """
     weights = torch.zeros(size, dtype=torch.float64)
     weights.index_put_((relation, *edge_index), weight.double(), accumulate=True)
     relations = list(weights)
@@ -69,7 +72,7 @@ def dense_features(edge_index: Tensor, relation: Tensor, weight: Tensor, size: t
 
 
 def random_index(seed: int) -> tuple[PairIndex, Tensor]:
-    """Returns the index of a random graph, with loops and duplicates, and its dense features."""
+    """Returns the index of a random graph with loops and duplicate edges, and `dense_features`."""
     generator = torch.Generator().manual_seed(seed)
     num_nodes, num_relations, num_edges = (
         int(torch.randint(low, high, (), generator=generator))
@@ -77,7 +80,7 @@ def random_index(seed: int) -> tuple[PairIndex, Tensor]:
     )
     edge_index = torch.randint(num_nodes, (2, num_edges), generator=generator)
     relation = torch.randint(num_relations, (num_edges,), generator=generator)
-    if seed % 3 == 0:  # without directions
+    if seed % 3 == 0:  # an undirected graph
         edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
         relation = relation.repeat(2)
     weight = torch.rand(len(relation), generator=generator) + 0.1
@@ -90,7 +93,7 @@ def random_index(seed: int) -> tuple[PairIndex, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_features_of_all_pairs_are_those_of_dense_matrices(seed):
+def test_features_of_all_pairs_equal_dense_matrices(seed):
     index, dense = random_index(seed)
     first, second = torch.triu_indices(index.num_nodes, index.num_nodes, 1)
     found = index.of_pairs(first, second)
@@ -100,7 +103,7 @@ def test_features_of_all_pairs_are_those_of_dense_matrices(seed):
 
 
 @pytest.mark.parametrize("at_once", [1, 50, 2**20])
-def test_a_sample_has_the_sum_over_its_pairs_in_any_pieces(monkeypatch, at_once):
+def test_features_of_a_sample_are_the_sum_over_its_pairs_for_any_piece_size(monkeypatch, at_once):
     monkeypatch.setattr(model_pairs, "AT_ONCE", at_once)
     index, dense = random_index(1)
     sets = [{0: 0.0, 3: 0.5, 5: 2.0}, {}, {1: 0.0}, {2: 0.0, 4: 0.0}]
@@ -118,8 +121,8 @@ def test_a_sample_has_the_sum_over_its_pairs_in_any_pieces(monkeypatch, at_once)
     torch.testing.assert_close(num_pairs(batch), numbers)
 
 
-def test_neighbours_of_a_hub_are_not_looked_up(monkeypatch):
-    """Its partner has three, of which two lead to the hub's neighbours."""
+def test_neighbours_of_the_node_with_more_neighbours_are_not_looked_up(monkeypatch):
+    """A pair consists of a hub and a node with three neighbours. The hub has two of them, too."""
     num_keys = []
     searchsorted = torch.searchsorted
 
@@ -139,10 +142,10 @@ def test_neighbours_of_a_hub_are_not_looked_up(monkeypatch):
     batch.perturbed_batch = torch.tensor([0, 0, 1, 1])
     common_targets = index.of_samples(batch)[:, index.names.index("common targets by r")]
     assert common_targets.tolist() == pytest.approx([torch.tensor(3.0).log().item()] * 2)
-    assert num_keys == [6]  # in one piece
+    assert num_keys == [6]  # three keys for each of two pairs, in one piece
 
 
-def test_of_very_many_relations_all_together_have_features():
+def test_with_many_relations_only_their_union_has_features():
     num_relations = MOST_RELATIONS + 1
     edge_index = torch.stack([torch.arange(num_relations), torch.arange(num_relations) + 1])
     names = [str(number) for number in range(num_relations)]
@@ -156,7 +159,7 @@ def test_of_very_many_relations_all_together_have_features():
     assert found["paths of two by all relations"] == pytest.approx(torch.tensor(2.0).log().item())
 
 
-# ---- Graphs and samples with little in them ------------------------------------------------------
+# ---- Small graphs and samples --------------------------------------------------------------------
 SETS = [[0], [1], [0, 1], [0, 1, 2], [2, 3]]
 NO_EDGE = torch.empty(2, 0, dtype=torch.long)
 
@@ -164,7 +167,7 @@ NO_EDGE = torch.empty(2, 0, dtype=torch.long)
 def task_on(
     folder: Path, num_nodes: int, edge_index: Tensor, edge_type: Tensor, relations: list[str]
 ) -> KnockoutTask:
-    """Returns the task of the `SETS` of these nodes, each in a training and a validation row."""
+    """Returns the task of all `SETS` in a graph, each in a training row and a validation row."""
     sets = [nodes for nodes in SETS if max(nodes) < num_nodes]
     perturbed, perturbed_ptr = pack_sets(sets + sets)
     tables = Tables(
@@ -182,9 +185,9 @@ def task_on(
 
 
 def pairs_of_task(task: KnockoutTask) -> dict[str, list[float]]:
-    """Returns {name: feature of the validation rows}.
+    """Returns the pair features of the validation rows by name.
 
-    Predictions and gradients must be finite.
+    Asserts that predictions and gradients are finite.
     """
     model = task.build_model().to(task.config.optim.dtype)
     batch = task.dataset.__getitems__(task.rows("val").tolist())
@@ -198,12 +201,12 @@ def pairs_of_task(task: KnockoutTask) -> dict[str, list[float]]:
 
 
 def wild_type(num_samples: int, hidden: int) -> Any:
-    """Returns what the term of pairs reads of a wild type, for an MLP that gives one output."""
+    """Returns a stand-in for a wild type, with random values of the field that `PairTerm` reads."""
     return SimpleNamespace(kept={"hidden": torch.randn(num_samples, 2 * hidden)})
 
 
 def read(hidden: Tensor) -> Tensor:
-    """Returns what stands for the local readout's MLP behind its first layer."""
+    """Returns one output for each sample, as a stand-in for `LocalReadout.read`."""
     return gelu(hidden).sum(dim=1, keepdim=True)
 
 
@@ -214,7 +217,7 @@ def test_a_graph_of_one_node_has_features_of_0(tmp_path):
 
 
 def test_relations_and_nodes_without_edges_have_features_of_0(tmp_path):
-    """Nodes 0 and 1 share node 4 by `r`, nodes 2 and 3 have no edge."""
+    """Nodes 0 and 1 share node 4 in relation r. Nodes 2 and 3 have no edges."""
     edge_index = torch.tensor([[0, 1], [4, 4]])
     task = task_on(tmp_path, 5, edge_index, torch.tensor([1, 1]), ["none", "r", "nor"])
     features = pairs_of_task(task)
@@ -234,7 +237,7 @@ def test_a_graph_without_edges_has_features_of_0(tmp_path):
     assert set(map(tuple, features.values())) == {(0,) * len(SETS)}
 
 
-def test_a_node_that_stands_twice_in_a_sample_counts_once(tmp_path):
+def test_a_node_that_occurs_twice_in_a_sample_counts_once(tmp_path):
     edges = [("source", "target", "relation"), ("a", "c", "r"), ("b", "c", "r"), ("a", "a", "r")]
     samples = ["a,b", "b,a,b", "a,a", "a", "a,b,c,c"]
     splits = ["train", "train", "train", "val", "test"]
@@ -259,7 +262,7 @@ def test_a_node_that_stands_twice_in_a_sample_counts_once(tmp_path):
     "num_relations",
     [MOST_RELATIONS, MOST_RELATIONS + 1, pytest.param(10_000, marks=pytest.mark.slow)],
 )
-def test_the_log_says_where_only_all_together_have_features(caplog, num_relations):
+def test_the_log_reports_if_only_the_union_has_features(caplog, num_relations):
     caplog.set_level("INFO", logger="model_pairs")
     graph = HeteroData()
     graph["gene"].num_nodes = 4
@@ -268,10 +271,8 @@ def test_the_log_says_where_only_all_together_have_features(caplog, num_relation
         graph["gene", f"r{number}", "gene"].edge_index = edge_index
     is_by_all = [name.endswith(" by all relations") for name in pair_names(SharedGraph(graph))]
     if num_relations > MOST_RELATIONS:
-        note = (
-            f"note      with {num_relations:,} relations, pair features are computed only for all"
-        )
-        assert len(caplog.messages) == 1 and caplog.messages[0].startswith(note)
+        (note,) = caplog.messages
+        assert "pair features" in note and f"{num_relations:,} relations" in note
         assert all(is_by_all)
     else:
         assert caplog.messages == []
@@ -280,13 +281,14 @@ def test_the_log_says_where_only_all_together_have_features(caplog, num_relation
 
 # ---- The readout ---------------------------------------------------------------------------------
 def small_dataset(levels: list[dict[int, float]]) -> tuple[SharedGraph, KnockoutDataset]:
+    """Returns a graph, and a dataset of training rows with these levels of perturbed nodes."""
     graph = SharedGraph(small_graph(torch.Generator().manual_seed(0)))
     tables = tables_of(levels, torch.zeros(len(levels)))
     tables.split = torch.zeros(len(levels), dtype=torch.int8)
     return graph, KnockoutDataset(tables, graph.degree)
 
 
-def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none():
+def test_features_are_centred_on_an_average_pair_and_single_nodes_have_none():
     sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(9), 2)] + [{4: 0.0}]
     graph, dataset = small_dataset(sets)
     batch = dataset.__getitems__(range(len(sets)))
@@ -303,8 +305,8 @@ def test_features_are_centred_by_those_of_an_average_pair_and_a_single_has_none(
     assert part[:-1].abs().max() > 0
 
 
-def test_an_average_pair_of_sets_of_any_size_and_level_is_that_of_a_complete_graph():
-    """All pairs are alike, so that nothing deviates from as many average pairs."""
+def test_in_a_complete_graph_the_average_pair_is_the_same_for_all_sets():
+    """All pairs have the same features, so no row deviates from as many average pairs."""
     graph = HeteroData()
     graph["gene"].num_nodes = 6
     pairs = torch.tensor(list(itertools.permutations(range(6), 2)))
@@ -319,8 +321,8 @@ def test_an_average_pair_of_sets_of_any_size_and_level_is_that_of_a_complete_gra
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e12])
-def test_the_unit_of_the_weights_changes_no_scaled_feature(scale):
-    """A feature varies by its size, which is that of the weights."""
+def test_scaled_features_do_not_depend_on_the_unit_of_the_weights(scale):
+    """Deviations are relative: a feature with small values does not count as constant."""
     sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(9), 2)]
     scaled = []
     for factor in (1.0, scale):
@@ -349,10 +351,8 @@ def test_features_of_pairs_at_any_level_have_units(level):
 
 
 @pytest.mark.parametrize("most_bytes", [0, model_pairs.MOST_BYTES])
-def test_a_constant_feature_does_not_vary_by_the_rounding_of_what_batches_bring(
-    monkeypatch, tmp_path, most_bytes
-):
-    """In float32, sums of many equal pairs deviate from as many average pairs."""
+def test_rounding_does_not_make_a_constant_feature_vary(monkeypatch, tmp_path, most_bytes):
+    """In float32, as in batches, rounding makes sums of equal pairs deviate from average pairs."""
     monkeypatch.setattr(model_pairs, "MOST_BYTES", most_bytes)
     graph = HeteroData()
     graph["gene"].num_nodes = 12
@@ -369,18 +369,18 @@ def test_a_constant_feature_does_not_vary_by_the_rounding_of_what_batches_bring(
     assert not scale.any()
 
 
-def test_units_are_kept_in_the_cache_but_for_rows_that_do_not_train(tmp_path):
+def test_units_are_cached_unless_there_are_no_training_rows(tmp_path):
     graph, dataset = small_dataset([{0: 0.0, 1: 0.0}, {2: 0.0, 4: 0.0}])
     units = model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables")
     assert torch.equal(units, units_of_pairs(graph, dataset))
     dataset.tables.perturbed = dataset.tables.perturbed.flip(0).clone()
     kept = model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables")
     assert torch.equal(kept, units)
-    dataset.tables.split[:] = -1  # as of what a run predicts, whose tables are others
+    dataset.tables.split[:] = -1  # not training rows, such as the rows of tables to predict
     assert not model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables").any()
 
 
-def test_units_are_those_of_training_rows():
+def test_units_are_computed_from_training_rows():
     sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
     expected = units_of_pairs(*small_dataset(sets[:6]))
     graph, dataset = small_dataset(sets)
@@ -390,7 +390,7 @@ def test_units_are_those_of_training_rows():
     assert torch.equal(units_of_pairs(graph, dataset), expected)
 
 
-def test_units_of_many_rows_are_those_of_evenly_spaced_ones(monkeypatch):
+def test_units_of_many_rows_are_computed_from_evenly_spaced_rows(monkeypatch):
     sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
     expected = units_of_pairs(*small_dataset(sets[::3]))
     graph, dataset = small_dataset(sets)
@@ -398,8 +398,8 @@ def test_units_of_many_rows_are_those_of_evenly_spaced_ones(monkeypatch):
     assert torch.equal(units_of_pairs(graph, dataset), expected)
 
 
-def test_the_term_is_a_weighted_sum_and_what_features_change_in_the_mlp():
-    """A feature is centred by the number of pairs, scaled, and at most 10."""
+def test_the_term_is_a_linear_function_plus_a_change_of_the_mlp():
+    """Features are centred according to the number of pairs, scaled, and limited to 10."""
     torch.manual_seed(0)
     units = torch.tensor([[1.0, 0.5], [2.0, 100.0]])
     term = PairTerm(units, hidden=2, num_outputs=1, read=read)
@@ -408,7 +408,8 @@ def test_the_term_is_a_weighted_sum_and_what_features_change_in_the_mlp():
     batch = Data(**pack_levels([{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0, 2: 0.5}, {2: 0.0}]))
     batch.perturbed_batch = torch.repeat_interleave(batch.perturbed_ptr.diff())
     batch.pair_features = torch.tensor([[1.5, 0.25], [3.0, 1.01], [0.0, 0.0]])
-    scaled = torch.tensor([[1.0, -10.0], [2.0, 1.0], [0.0, 0.0]])  # the second has two pairs
+    # The weighted numbers of pairs are 1, 2 and 0.
+    scaled = torch.tensor([[1.0, -10.0], [2.0, 1.0], [0.0, 0.0]])
     wild = wild_type(3, hidden=2)
     hidden = wild.kept["hidden"]
     with torch.no_grad():
@@ -419,8 +420,8 @@ def test_the_term_is_a_weighted_sum_and_what_features_change_in_the_mlp():
     assert found[2] == 0
 
 
-def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
-    """No training row has a pair: weights of features stay as they were drawn."""
+def test_features_without_training_pairs_do_not_change_a_prediction():
+    """No training row has a pair, so the weights of the features keep their random values."""
     graph, dataset = small_dataset([{0: 0.0}, {1: 0.0}, {0: 0.0, 1: 0.0}])
     dataset.tables.split[2] = 2
     batch = dataset.__getitems__([2])
@@ -430,7 +431,7 @@ def test_what_training_rows_do_not_tell_adds_nothing_to_a_prediction():
     assert not term(graph, wild_type(1, hidden=4), None, batch).any()
 
 
-def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
+def test_features_in_a_batch_equal_computed_features(tmp_path):
     sets = [{0: 0.0, 1: 0.0, 4: 0.5}, {2: 0.0}, {5: 0.0, 6: 0.0}]
     graph, dataset = small_dataset(sets)
     computed = pair_index(graph).of_samples(dataset.__getitems__([2, 0, 1])).float()
@@ -442,7 +443,7 @@ def test_features_that_a_batch_brings_are_those_that_are_computed(tmp_path):
     assert "pair_features" not in others.__getitems__([0])
 
 
-def test_features_of_other_tables_and_precisions_have_caches_of_their_own(tmp_path):
+def test_features_of_different_tables_and_precisions_have_separate_caches(tmp_path):
     graph, dataset = small_dataset([{0: 0.0, 1: 0.0}])
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "of these tables")
     features = dataset.columns["pair_features"]
@@ -456,7 +457,7 @@ def test_features_of_other_tables_and_precisions_have_caches_of_their_own(tmp_pa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_features_of_too_many_rows_are_computed_with_each_batch(monkeypatch, tmp_path, dtype):
-    """They are the same bits as kept ones, of samples, padding and an average pair."""
+    """They have the same bits as cached features, for samples and padding, and the same units."""
     graph, dataset = small_dataset([{0: 0.0, 1: 0.0, 4: 0.3}, {2: 0.0}, {5: 0.0, 6: 0.7}])
     graph.to("cpu", dtype)
     kept = replace(dataset)
@@ -472,14 +473,14 @@ def test_features_of_too_many_rows_are_computed_with_each_batch(monkeypatch, tmp
         assert features.dtype == dtype
         assert torch.equal(features, expected)
     assert torch.equal(units_of_pairs(graph, dataset), units_of_pairs(graph, kept))
-    sent = pickle.loads(pickle.dumps(dataset))  # to a process of a loader
+    sent = pickle.loads(pickle.dumps(dataset))  # as if sent to a loader process
     assert torch.equal(sent[0].pair_features, kept[0].pair_features)
     others = dataset.with_samples(replace(dataset.tables))
     assert torch.equal(others[0].pair_features, kept[0].pair_features)
 
 
 @pytest.mark.slow
-def test_features_are_computed_in_processes_of_a_loader_that_are_spawned(monkeypatch, tmp_path):
+def test_features_are_computed_in_spawned_loader_processes(monkeypatch, tmp_path):
     monkeypatch.setattr(model_pairs, "MOST_BYTES", 0)
     graph, dataset = small_dataset([{0: 0.0, 1: 0.0, 4: 0.3}, {2: 0.0}, {5: 0.0, 6: 0.7}])
     model_pairs.add_pair_features(dataset, graph, str(tmp_path), "")
@@ -496,11 +497,9 @@ def test_features_are_computed_in_processes_of_a_loader_that_are_spawned(monkeyp
     assert torch.equal(batch.pair_features, dataset.__getitems__([2, -1, 0]).pair_features)
 
 
-def test_a_run_is_the_same_whether_features_are_kept_or_not(train, tmp_path, monkeypatch):
+def test_a_run_is_the_same_with_cached_and_computed_features(train, tmp_path, monkeypatch):
     options = ["optim.epochs=2", "model.readout=local"]
-    note = (
-        "note      pair features of all rows would take 0.0 GB, so they are computed for each batch"
-    )
+    note = "pair features are computed for each batch"
     assert note not in train(0, *options, "run.name=kept").check().stdout
     monkeypatch.setattr(model_pairs, "MOST_BYTES", 0)
     assert note in train(0, *options, "run.name=computed", "data.workers=1").check().stdout

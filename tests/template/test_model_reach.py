@@ -1,7 +1,7 @@
-"""Which states a batch's knock-outs change, compared with a plain loop; the choice of route; and
-other layers and readouts.
+"""Tests of plans of the states that knock-outs change, of the choice of route, and of other models.
 
-The model's own tests compare its predictions on planned batches with those on copies of the graph.
+Plans are compared with plain loops. test_model.py compares predictions of planned batches with
+predictions on copies of the graph.
 """
 
 import math
@@ -39,7 +39,7 @@ def graph() -> HeteroData:
     return graph_of_9_nodes()
 
 
-ANY_NUMBER = math.inf  # of edges
+ANY_NUMBER = math.inf  # limit of the number of edges of a planned layer
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def shared(graph: HeteroData) -> SharedGraph:
 
 
 def planner_of(shared: SharedGraph, num_layers: int) -> ReachPlanner:
-    """Returns a planner of so many layers, whatever they cost."""
+    """Returns a planner that plans `num_layers` layers, even if they are slow."""
     planner = ReachPlanner(shared, num_layers)
     planner.max_edges = ANY_NUMBER
     return planner
@@ -65,7 +65,7 @@ def states_of(layer: ReachedStates, num_samples: int) -> list[set[int]]:
 def reach_in_a_layer(
     edges: list[list[int]], senders: list[set[int]], dead: list[list[int]]
 ) -> list[set[int]]:
-    """Returns the living nodes of each sample to which one of its senders has an edge."""
+    """Returns the living nodes of each sample to which an edge leads from one of its senders."""
     reached = []
     for senders_of_sample, dead_of_sample in zip(senders, dead, strict=True):
         targets = {target for source, target in edges if source in senders_of_sample}
@@ -76,7 +76,7 @@ def reach_in_a_layer(
 def reach_by_a_loop(
     edges: list[list[int]], sets: list, dead: list[list[int]], num_layers: int
 ) -> list[list[set[int]]]:
-    """Returns which nodes of each sample change in each layer."""
+    """Returns the set of nodes whose states differ, for each layer and each sample."""
     reached = [set() for _ in sets]
     layers = []
     for _ in range(num_layers):
@@ -87,19 +87,19 @@ def reach_by_a_loop(
     return layers
 
 
-def test_nodes_at_a_level_reach_what_deleted_ones_do_and_live(graph, shared):
+def test_nodes_at_a_level_change_the_same_states_as_deleted_nodes_and_live(graph, shared):
     planner = planner_of(shared, 3)
     perturbed = [[node for node, level in nodes.items() if level != 1] for nodes in LEVELS]
     expected = reach_by_a_loop(edges_of(graph), perturbed, DEAD, 3)
-    for _ in range(2):  # the planner forgets the levels of a batch
+    for _ in range(2):  # a batch must not leave its levels in the planner's memory
         (block,) = planner(make_batch(shared, LEVELS)).plan.blocks
         assert [states_of(layer, len(LEVELS)) for layer in block.layers] == expected
         planner(make_batch(shared, [{}]))
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):
-    """Whatever batch the planner has seen before."""
+def test_reached_states_equal_a_plain_loop(graph, shared, order):
+    """The plan of a batch must not depend on the batches that have been planned before."""
     planner = planner_of(shared, 3)
     for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
         expected = reach_by_a_loop(edges_of(graph), sets, sets, 3)
@@ -112,7 +112,7 @@ def test_reached_states_are_those_that_a_loop_finds(graph, shared, order):
 
 
 def dense_sums(block: ReachBlock, depth: int) -> Tensor:
-    """Returns the matrix of a layer of the plan, dense, float64 [S, columns]."""
+    """Returns the matrix of a planned layer as a dense matrix, [S, K + L]."""
     layer = block.layers[depth]
     size = (len(layer.matrix.ptr) - 1, len(layer.transpose.ptr) - 1)
     matrix = torch.sparse_csr_tensor(*layer.matrix, size).to_dense()
@@ -121,11 +121,11 @@ def dense_sums(block: ReachBlock, depth: int) -> Tensor:
     return matrix
 
 
-def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):
-    """Of a perturbed node, 1 - level is taken back; others send their changes times their level."""
+def test_a_plan_contains_the_weight_of_each_edge_from_a_sender(graph, shared):
+    """The factor of a weight is 1 - level for a perturbed node, and level for a reached node."""
     (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).plan.blocks
     num_relations = len(shared.relations)
-    weights = torch.zeros(num_relations, NUM_NODES, NUM_NODES)  # of source and target
+    weights = torch.zeros(num_relations, NUM_NODES, NUM_NODES)  # [relation, source, target]
     for r, (edges, weight) in enumerate(
         zip(
             shared.by_relation(shared.edge_index.T),
@@ -134,7 +134,7 @@ def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):
         )
     ):
         weights[r].index_put_(tuple(edges.T), weight, accumulate=True)
-    reached_before = []  # sample and node
+    reached_before = []  # sample and node of each state that differs before the layer
     for depth, layer in enumerate(block.layers):
         perturbed = list(zip(block.perturbed_batch.tolist(), block.perturbed.tolist(), strict=True))
         senders = perturbed + reached_before
@@ -162,7 +162,7 @@ def test_a_plan_holds_the_weight_of_each_edge_from_a_sender(graph, shared):
 
 @pytest.mark.parametrize(("states", "sizes"), [(2 * NUM_NODES + 1, [2, 2, 2, 1]), (1, [1] * 7)])
 def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, sizes):
-    """So that the states of all nodes in a block fit in memory."""
+    """The states of all nodes in a block must fit in memory."""
     monkeypatch.setattr(ReachPlanner, "STATES", states)
     batch = make_batch(shared, (SETS * 7)[:7])
     blocks = ReachPlanner(shared, 1).plan(batch).blocks
@@ -171,7 +171,7 @@ def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, s
 
 
 @pytest.mark.parametrize(("reached", "block"), [(10**6, 32), (1, 1)])
-def test_blocks_of_far_reaching_samples_have_few_of_them(shared, monkeypatch, reached, block):
+def test_blocks_are_small_if_knock_outs_change_many_states(shared, monkeypatch, reached, block):
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "REACHED", reached)
     planner, _ = plan_route(shared, dataset, "reach", 2)
@@ -181,18 +181,18 @@ def test_blocks_of_far_reaching_samples_have_few_of_them(shared, monkeypatch, re
     assert plan_route(shared, intact, "reach", 2)[0].block == block
 
 
-def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
+def test_the_route_depends_on_the_number_of_states_that_change(shared, monkeypatch):
     batch = make_batch(shared, SETS)
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "EDGE_SHARE", 0.0)
-    for edges_per_node, chosen, planned in (
-        (99.0, "reach", 3),
-        (1.5, "shared", 1),
-        (0.01, "shared", 0),
+    for edges_per_node, end, planned in (
+        (99.0, " in 3 of 3 layers: reach", 3),
+        (1.5, " in 1 of 3 layers: shared", 1),
+        (0.01, " any layer: shared", 0),
     ):
         monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
         planner, line = plan_route(shared, dataset, "auto", 3)
-        assert line.endswith(f" in {planned} of 3 layers: {chosen}")
+        assert line.endswith(end)
         assert planner.num_layers == planned
     monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     for route, planned in (("shared", 1), ("reach", 3)):
@@ -202,7 +202,7 @@ def test_the_route_is_chosen_by_what_the_knock_outs_reach(shared, monkeypatch):
         assert f" changes {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
 
 
-def test_a_gpu_computes_all_states_in_few_launches(shared, monkeypatch):
+def test_on_a_gpu_auto_has_no_plan_and_reach_has_one_block(shared, monkeypatch):
     sets = SETS * 40
     batch = make_batch(shared, sets)
     dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
@@ -215,7 +215,7 @@ def test_a_gpu_computes_all_states_in_few_launches(shared, monkeypatch):
     assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch).blocks) == 1
 
 
-def test_a_block_fits_the_cache_and_is_never_empty(shared):
+def test_a_block_of_samples_fits_in_the_cache_and_is_not_empty(shared):
     assert shared.samples_at_once(torch.empty(6607, 1, 32)) == 1
     assert shared.samples_at_once(torch.empty(400, 1, 32)) == 20
     assert shared.samples_at_once(torch.empty(10**6, 1, 64, device="meta")) == 1
@@ -231,13 +231,13 @@ def tiny_model(readout: str) -> KnockoutGNN:
 
 
 def is_planned_exactly(model: KnockoutGNN, shared: SharedGraph, num_layers: int) -> bool:
-    """Whatever the samples: here they are intact."""
+    """Returns the result of `is_exact`, which replaces the samples: here, they are intact."""
     return is_exact(model, shared, make_batch(shared, [{}] * 3), planner_of(shared, num_layers))
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("readout", ["both", "global", "nodes"])
-def test_a_plan_is_exact_for_the_layer_and_the_readouts_that_it_knows(shared, readout, num_layers):
+def test_a_plan_is_exact_for_the_supported_layer_and_readouts(shared, readout, num_layers):
     model = tiny_model(readout)
     before = [parameter.clone() for parameter in model.parameters()]
     assert is_planned_exactly(model, shared, num_layers)
@@ -257,7 +257,7 @@ def test_a_plan_of_a_graph_with_one_sender_or_none_is_exact():
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("readout", ["both", "nodes"])
 def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, num_layers):
-    """Not even for a part of the layer that starts at zero."""
+    """This must be detected even if the edited part of the layer is 0 at the start."""
     add = KnockoutConv.add
 
     def squared(layer, x, h, update, record) -> Tensor:
@@ -271,8 +271,8 @@ def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, n
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_plan_is_not_exact_for_a_layer_of_another_class(shared, number):
-    """Whose own layer need not record what it makes of the states."""
+def test_a_plan_is_not_exact_for_a_different_class_of_layer(shared, number):
+    """Such a layer does not have to record its states."""
 
     class OwnConv(torch.nn.Linear):
         def forward(self, x: Tensor, *arguments: object) -> Tensor:
@@ -311,22 +311,18 @@ class DoubledEffects(NodeReadout):
         ("nodes", DoubledEffects(NUM_NODES, 8, torch.tensor([1, 4, 5]))),
     ],
 )
-def test_a_readout_with_a_pool_of_its_own_reads_the_states_of_all_nodes(
-    shared, caplog, readout, own
-):
-    """With a line in the log, once; the layers still compute only states that change."""
+def test_a_readout_with_a_custom_pool_reads_the_states_of_all_nodes(shared, caplog, readout, own):
+    """The log reports this once. The layers still compute only the states that change."""
     caplog.set_level("INFO")
     model = tiny_model(readout)
     model.terms["knockout"] = own
     for _ in range(2):
         assert is_planned_exactly(model, shared, 2)
-    name = type(own).__name__
-    assert [record.message for record in caplog.records] == [
-        f"note      {name} has no method pool_reached, so it reads the states of all nodes"
-    ]
+    (note,) = caplog.messages
+    assert type(own).__name__ in note and "pool_reached" in note
 
 
-def test_a_readout_that_pools_reached_states_itself_reads_no_others(shared, caplog):
+def test_a_readout_with_pool_reached_reads_only_reached_states(shared, caplog):
     calls = []
 
     class Squares(GlobalReadout):
@@ -347,8 +343,8 @@ def test_a_readout_that_pools_reached_states_itself_reads_no_others(shared, capl
     assert calls and not caplog.records
 
 
-def test_the_product_and_its_gradients_are_those_of_a_dense_matrix(graph):
-    """For any strides of x, and also of second order."""
+def test_the_product_and_its_gradients_equal_a_dense_matrix(graph):
+    """This holds for any strides of x, and for second derivatives."""
     matrix = SharedGraph(graph).double().stack.by_target.csr
     csr = torch.sparse_csr_tensor(*matrix, (3 * NUM_NODES, NUM_NODES))
     transposed_csr = csr.to_sparse_coo().T.coalesce().to_sparse_csr()

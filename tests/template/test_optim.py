@@ -1,4 +1,4 @@
-"""The optimiser: groups and rates of parameters, and a step that clips, skips and does not wait."""
+"""optim.py and steps: parameter groups, learning rates, clipping, skipped steps and waits."""
 
 import math
 import re
@@ -20,18 +20,18 @@ from train import Meter, StepParts, train_step, update_parameters
 
 
 @pytest.mark.parametrize(("nproc", "factors"), [(0, "{embeding: 0.1}"), (2, "{a: 0, e: 0, o: 0}")])
-def test_learning_rates_that_fit_nothing_or_freeze_everything_are_refused(train, nproc, factors):
+def test_lr_mult_that_fits_no_parameter_or_freezes_all_is_refused(train, nproc, factors):
     result = train(nproc, f"optim.lr_mult={factors}")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert re.search(
-        r"error: optim.lr_mult=\{.*\} has a key .*: encoder.embedding, ",
+        r"error: optim.lr_mult=\{.*\} has a key .* encoder.embedding, ",
         result.stderr,
     )
 
 
 @ON_ONE_AND_TWO
-def test_a_resumed_run_takes_its_rates_from_the_configuration(train, tmp_path, nproc):
+def test_a_resumed_run_uses_the_learning_rates_of_its_configuration(train, tmp_path, nproc):
     zero = f"optim.zero={nproc > 0}".lower()
     mult = "optim.lr_mult={embedding: 0.5, terms: 0.1, knockout: 0.2, identity: 0}"
     train(nproc, zero, mult, "optim.weight_decay=0").check()
@@ -70,7 +70,7 @@ def test_biases_norms_and_the_baseline_have_no_weight_decay():
 
 # ---- A step --------------------------------------------------------------------------------------
 class Summed(torch.nn.Linear):
-    """A model as `train_step` calls it."""
+    """A linear layer with the interface that `train_step` calls."""
 
     def forward(self, graph: None, batch: Data) -> torch.Tensor:
         return super().forward(batch.x)
@@ -81,7 +81,7 @@ def make_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **optio
 
 
 def one_step(state: TrainState, x: list[float], optim: OptimConfig) -> torch.Tensor:
-    """Makes a step whose loss is the model's output for x; returns norm and scale."""
+    """Makes a step whose loss is the model's output for x; returns gradient norm and loss scale."""
     task = SimpleNamespace(
         config=Config(optim=optim),
         graph=None,
@@ -100,7 +100,10 @@ def one_step(state: TrainState, x: list[float], optim: OptimConfig) -> torch.Ten
 
 
 def test_a_step_and_its_meter_do_not_wait_for_the_device():
-    """Counts what would make a GPU's host wait; one that is not fused is asked for."""
+    """Counts the calls that would make the host wait for a GPU.
+
+    An optimiser that is not fused needs one such call.
+    """
     model = Summed(2, 1)
     fused = build_optimizer(model, OptimConfig(), Distributed(DDPConfig()))
     for optimizer in (fused, torch.optim.SGD(model.parameters(), lr=0.1)):
@@ -113,17 +116,17 @@ def test_a_step_and_its_meter_do_not_wait_for_the_device():
 @pytest.mark.parametrize("kind", ["fused", "in ZeRO", "not fused"])
 @pytest.mark.parametrize("size", [1e20, math.inf, math.nan])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_whose_norm_is_not_finite_changes_nothing(size, kind, clip, precision):
-    """Gradients of 1e20 are finite, but their norm is not in fp32.
+def test_a_step_with_a_non_finite_gradient_norm_changes_no_parameter(size, kind, clip, precision):
+    """Gradients of 1e20 are finite in fp32, but their norm is not.
 
-    The optimiser has stepped before, so that its moments would move the parameters.
+    The optimiser has made a step before, so its moments would change the parameters.
     """
     model = Summed(2, 1)
     optim = OptimConfig(clip=clip, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters())
     if kind != "not fused":
         optimizer = build_optimizer(model, optim, Distributed(DDPConfig()))
-    if kind == "in ZeRO":  # which hands a step on to an optimiser of its own
+    if kind == "in ZeRO":  # ZeRO calls the step of an inner optimiser
         optimizer.optim = build_optimizer(model, optim, Distributed(DDPConfig()))
         optimizer.step = lambda: optimizer.optim.step()
     state = make_state(model, optimizer, enabled=precision == "fp16", init_scale=1.0)
@@ -151,7 +154,7 @@ def test_a_step_clips_the_unscaled_gradients_unless_clip_is_0(scale, clip, expec
     assert model.weight.flatten().tolist() == pytest.approx(expected)
 
 
-def test_the_loss_is_scaled_in_fp16_alone(train, tmp_path):
+def test_the_loss_is_only_scaled_with_fp16(train, tmp_path):
     for precision in ("fp32", "bf16", "fp16"):
         name = f"run.name={precision}"
         train(0, name, f"optim.precision={precision}", "optim.on_nonfinite=skip").check()

@@ -1,4 +1,7 @@
-"""The program against `oracle.Oracle` on random tables, with all that tables may have."""
+"""The program and `oracle.Oracle` compute the same results from random tables.
+
+The tables have levels, weights, missing scores, relations, features and all other optional columns.
+"""
 
 import math
 from dataclasses import replace
@@ -27,15 +30,15 @@ from tests.template.oracle import Oracle, Parameters, combination, figures
 from tests.template.tasks import lines_of_test
 
 LEVELS = ([0], [0, 1], [0.3], [0, 0.3, 1], [0.5, 2, 1], [0, 0.3, 0.5, 1, 2], [0, 0.5, 10_000])
-SHARES = (0.3, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05)  # of the tables that have these levels
+SHARES = (0.3, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05)  # probabilities of these lists of levels
 FIGURES = ("mse", "pearson", "r2", "spearman")
 
 
 # ---- Random tables -------------------------------------------------------------------------------
 def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of an `Oracle`, and further options.
+    """Returns the fields of an `Oracle`, and further options, drawn with this seed.
 
-    The split is None if the program is to draw it, the weight if there is none.
+    If `split` is None, the program draws the split. If `weight` is None, rows do not have weights.
     """
     rng = np.random.default_rng(seed)
     names = [f"g{k}" for k in rng.permutation(int(rng.integers(6, 15)))]
@@ -74,9 +77,10 @@ def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def draw_sets(rng: np.random.Generator, names: list[str]) -> list[dict[str, float]]:
-    """Returns sets of nodes and levels, many of them twice; some nodes are in the last ones only.
+    """Returns sets of nodes and their levels, many of which occur twice.
 
-    One of them stands first, after an empty one.
+    The first set is empty, and the second set is one node. Some nodes occur only in the last 30 %
+    of the sets, except for this node.
     """
     levels = LEVELS[rng.choice(len(LEVELS), p=SHARES)]
     first_names = names[int(rng.integers(len(names) // 2)) :]
@@ -93,7 +97,7 @@ def draw_sets(rng: np.random.Generator, names: list[str]) -> list[dict[str, floa
 def draw_scores(
     rng: np.random.Generator, sets: list[dict[str, float]], names: list[str], binary: bool
 ) -> np.ndarray:
-    """Returns one to three scores, to which nodes add, with gaps."""
+    """Returns one to three additive scores, [rows, scores], of which some are missing."""
     num_targets = int(rng.integers(1, 4))
     effects = {name: rng.normal(0.5, 1, num_targets) for name in names}
     y = rng.normal(3, 0.5, (len(sets), num_targets))
@@ -108,9 +112,9 @@ def draw_scores(
 
 
 def draw_split(rng: np.random.Generator, num_rows: int, y: np.ndarray) -> np.ndarray | None:
-    """Returns a column split; the last rows are in none of training.
+    """Returns the split of each row, or None. The last 30 % of the rows are not training rows.
 
-    One of several scores may be in no validation row.
+    If there are several scores, no validation row may have the first score.
     """
     if rng.random() < 0.4:
         return None
@@ -123,7 +127,7 @@ def draw_split(rng: np.random.Generator, num_rows: int, y: np.ndarray) -> np.nda
 
 
 def draw_edges(rng: np.random.Generator, names: list[str]) -> list[tuple[str, str, str, float]]:
-    """Returns edges of some nodes, loops and duplicates among them, with weights or without."""
+    """Returns random edges, including self-loops and duplicates. Some graphs have weights."""
     connected = rng.permutation(names)[int(rng.integers(3)) :]
     has_weights = rng.random() < 0.5
     edges = []
@@ -136,7 +140,7 @@ def draw_edges(rng: np.random.Generator, names: list[str]) -> list[tuple[str, st
 
 
 def draw_features(rng: np.random.Generator, names: list[str]) -> dict[str, float]:
-    """Returns a feature that some nodes lack, and a node that is not in the graph has."""
+    """Returns a feature of most nodes, and of a node that is not in the graph; or no feature."""
     if rng.random() < 0.6:
         return {}
     listed = [str(name) for name in rng.permutation(names)[2:]]
@@ -146,7 +150,7 @@ def draw_features(rng: np.random.Generator, names: list[str]) -> dict[str, float
 
 # ---- Files ---------------------------------------------------------------------------------------
 def write(fields: dict[str, Any], options: dict[str, Any], folder: Path) -> Config:
-    """Writes the tables and returns the options of a run on them."""
+    """Writes the tables, and returns the configuration of a run with them."""
     rng = np.random.default_rng(0)
     edges = [("source", "target", "relation", "weight"), *fields["edges"]]
     write_table(folder / "edges.tsv", edges)
@@ -154,9 +158,9 @@ def write(fields: dict[str, Any], options: dict[str, Any], folder: Path) -> Conf
     rows = []
     for row, scores in zip(fields["sets"], fields["y"].tolist(), strict=True):
         names = [f"{name}={level}" if level else name for name, level in row.items()]
-        cell = ",".join(rng.permutation(names + names[:1]))  # a name may stand twice
+        cell = ",".join(rng.permutation(names + names[:1]))  # the first name occurs twice
         cells = ["" if math.isnan(score) else score for score in scores]
-        # A line of empty cells alone would be no row.
+        # The first missing score is written as NA: a line with only empty cells is not a row.
         rows.append([cell, "NA" if cells[0] == "" else cells[0], *cells[1:]])
     if fields["split"] is not None:
         header.append("split")
@@ -191,7 +195,7 @@ def write(fields: dict[str, Any], options: dict[str, Any], folder: Path) -> Conf
 
 # ---- Comparisons ---------------------------------------------------------------------------------
 def compare(seed: int, folder: Path) -> None:
-    """Compares all that the program computes of random tables with what the oracle does."""
+    """Compares the results of the program and of the oracle for random tables."""
     fields, options = draw(seed)
     config = write(fields, options, folder)
     tables = data.load(config.data)
@@ -205,7 +209,9 @@ def compare(seed: int, folder: Path) -> None:
             KnockoutTask.from_tables(tables, config)
         return
     oracle = Oracle(**fields)
-    oracle.set_code = tables.set_code(tables.node_code()).numpy()  # random numbers
+    oracle.set_code = tables.set_code(
+        tables.node_code()
+    ).numpy()  # the oracle cannot compute these random codes
     assert tables.genes == oracle.nodes
     if not has_split:
         compare_split(config.data.split, oracle)
@@ -221,7 +227,11 @@ def compare(seed: int, folder: Path) -> None:
 
 
 def compare_split(option: str, oracle: Oracle) -> None:
-    """Checks that sets stay together, or that no training row has a node of a test row."""
+    """Checks the split that the program drew.
+
+    In a split by nodes, all test rows must have an unseen node. In a random split, all rows with
+    the same nodes and levels must be in the same split.
+    """
     if option == "nodes":
         assert (oracle.unseen()[oracle.split == 2] > 0).all()
         return
@@ -230,19 +240,23 @@ def compare_split(option: str, oracle: Oracle) -> None:
 
 
 def is_refused(y: np.ndarray, split: np.ndarray) -> bool:
-    """Returns whether no training row has one of the scores, or no validation row has any."""
+    """Returns whether the program must refuse the tables.
+
+    It must if a score is missing in all training rows, or if all scores are missing in all
+    validation rows.
+    """
     has_score = ~np.isnan(y)
     return not (has_score[split == 0].any(axis=0).all() and has_score[split == 1].any())
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    """Asserts that numbers agree to so many parts of 1, or of the largest."""
+    """Asserts that numbers are equal up to `tolerance` times the largest number, or times 1."""
     largest = np.abs(np.nan_to_num(expected)).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1, largest))
 
 
 def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
-    """Compares the predictions of all rows by sums, and where they count, by combinations."""
+    """Compares the additive baseline, and the predictions of the combination, for all rows."""
     additive = additive_baseline(task.tables, task.config.optim.loss)
     baseline = task.baseline
     assert_close(task.criterion.mean, oracle.mean)
@@ -260,7 +274,10 @@ def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
 
 
 def compare_combination(baseline: Baseline, oracle: Oracle, t: int) -> None:
-    """Compares the predictions of all rows with those of the parameters, which are float32."""
+    """Compares the baseline's predictions with predictions from its parameters.
+
+    The tolerance is large, because the parameters are float32.
+    """
     effect = baseline.effect[:, :, t].double().numpy()  # [N, K]
     responses = np.einsum("knp,pk->npk", oracle.doses, effect).sum(axis=2)  # [n, N]
     weights = baseline.weights[:, t : t + 1].numpy()
@@ -273,12 +290,12 @@ def compare_combination(baseline: Baseline, oracle: Oracle, t: int) -> None:
 
 
 def as_scores(prediction: np.ndarray, oracle: Oracle) -> np.ndarray:
-    """Returns predictions as scores, logits as probabilities."""
+    """Returns predictions as scores: logits of binary scores become probabilities."""
     return (1 + np.tanh(prediction / 2)) / 2 if oracle.binary else prediction
 
 
 def disturbed_model(task: KnockoutTask, seed: int) -> tuple[torch.nn.Module, Parameters]:
-    """Returns a model in which no part is zero, and its state."""
+    """Returns a model whose parameters are random and not zero, and its state."""
     torch.manual_seed(seed)
     model = task.build_model().double().eval()
     with torch.no_grad():
@@ -289,13 +306,13 @@ def disturbed_model(task: KnockoutTask, seed: int) -> tuple[torch.nn.Module, Par
 
 @torch.no_grad()
 def predict(task: KnockoutTask, model: torch.nn.Module) -> Tensor:
-    """Returns the model's predictions of all rows, of which batches have some."""
+    """Returns the model's outputs for all rows, computed in batches."""
     batches = torch.arange(len(task.tables.y)).split(25)
     return torch.cat([model(task.graph, task.dataset.__getitems__(rows)) for rows in batches])
 
 
 def compare_losses(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None:
-    """Compares what validation and training report of the same rows of each split."""
+    """Compares the losses in validation and in training with the oracle's loss, for each split."""
     scores = oracle.mean + oracle.std * outputs.numpy()
     for number, split in enumerate(SPLITS):
         expected = oracle.loss(scores, number)
@@ -307,12 +324,12 @@ def compare_losses(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None:
             total += task.loss(outputs[some_rows], batch)
         in_training = (total / task.dataset.total_weight(rows)).nanmean()
         assert_close(in_training, expected, 1e-6)  # weights of batches are float32
-        if split == "train":  # of which a step is minimised by its rows and scores
+        if split == "train":  # a training step divides the sum of losses by rows and scores
             assert_close(total.mean() / len(rows), expected, 1e-6)
 
 
 def compare_metrics(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None:
-    """Compares each metric of each score, and their means, in which rows count by weight."""
+    """Compares each weighted metric of each score, and the mean over scores."""
     rows = task.rows("val")
     y = task.tables.y[rows]
     scores = task.predictions(outputs[rows].unsqueeze(2))["prediction"]
@@ -337,7 +354,8 @@ def compare_metrics(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None
 def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
     """Compares the numbers of unseen nodes, and the bootstrap clusters of test.tsv.
 
-    Training hides the same share of nodes as is unseen in the validation rows.
+    The share of unseen nodes in validation rows is also compared, because training hides this share
+    of nodes.
     """
     in_val = oracle.present & (oracle.split == 1)[:, None]
     num_unseen = (oracle.unseen() * in_val).sum()
@@ -357,13 +375,15 @@ def compare_test_rows(task: KnockoutTask, oracle: Oracle, folder: Path) -> None:
 
 
 def expected_clusters(oracle: Oracle) -> list[list[int]]:
-    """Returns the numbers of each test row's bootstrap clusters.
+    """Returns the numbers of the bootstrap clusters of each test row.
 
-    These are its set of nodes or, of those that are unseen for a score of it, the two of the most
-    rows.
+    The clusters are the nodes of the row that are unseen for one of its scores. If there are more
+    than two such nodes, the two nodes that are unseen in the most rows are used. If there are none,
+    the cluster is the set of nodes of the row.
     """
     is_test = oracle.split == 2
-    num_lacking = oracle.present.astype(int) @ ~oracle.seen.T  # scores of the row, [n, N]
+    # number of scores of each row for which each node is unseen, [n, N]
+    num_lacking = oracle.present.astype(int) @ ~oracle.seen.T
     is_unseen = (oracle.perturbs & (num_lacking > 0))[is_test]
     num_rows = is_unseen.sum(axis=0)
     number = {}
@@ -376,7 +396,11 @@ def expected_clusters(oracle: Oracle) -> list[list[int]]:
 
 
 def is_determined(oracle: Oracle, t: int) -> bool:
-    """Returns whether the rows of each fit tell a score's intercept and slope, which are free."""
+    """Returns whether the rows of each fit of a score identify its intercept and slope.
+
+    These two coefficients are not penalised. If rows do not identify them, the solution is not
+    unique.
+    """
     dose = np.where(oracle.perturbs, 1 - oracle.level, 0).sum(axis=1)
     for rows in (oracle.rows_of_choice(t)[0], oracle.in_train[:, t]):
         if not rows.any() or np.ptp(dose[rows]) == 0:
@@ -391,7 +415,8 @@ def is_determined(oracle: Oracle, t: int) -> bool:
     return True
 
 
-# In the last, the sets of a third of the rows have levels of which the powers round differently.
+# Seed 1542: a third of the training sets chooses a penalty, and these sets have levels whose powers
+# round differently.
 @pytest.mark.parametrize("seed", [*range(12), 1542])
 def test_random_tables(seed, tmp_path):
     compare(seed, tmp_path)
@@ -405,7 +430,7 @@ def test_more_random_tables(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", [31, 82, 176])
 def test_a_scaled_score_has_the_same_baseline(seed, tmp_path):
-    """In these tables, no error tells how far the imputed effects are to be shrunk."""
+    """In these tables, all shrinkages of the imputed effects have the same error up to rounding."""
     fields, options = draw(seed)
     tables = data.load(write(fields, options, tmp_path).data)
     prediction = additive_baseline(tables).prediction

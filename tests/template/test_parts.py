@@ -1,4 +1,4 @@
-"""parts.py: the list of parts, options of parts that are gone, and training without each part."""
+"""parts.py: the list of parts, options that need a deleted part, and copies without parts."""
 
 import shutil
 
@@ -17,7 +17,7 @@ BY_NAME = {part.name: part for part in PARTS}
 OFF = {part.name: f"{part.option}={part.off}" for part in PARTS if part.option}
 
 
-def test_the_files_of_the_parts_are_there():
+def test_the_files_of_the_parts_exist():
     assert len(BY_NAME) == len(PARTS)
     for part in PARTS:
         assert part.loss
@@ -26,7 +26,7 @@ def test_the_files_of_the_parts_are_there():
 
 
 def table_of_parts() -> list[list[str]]:
-    """Returns the cells of the rows of the table in docs/adapting.md."""
+    """Returns the rows that the table in docs/adapting.md should have, as lists of cells."""
     rows = []
     for part in PARTS:
         files = " ".join(f"`{file}`" for file in part.files)
@@ -35,8 +35,8 @@ def table_of_parts() -> list[list[str]]:
     return rows
 
 
-def test_the_table_of_parts_is_on_the_page():
-    """Its lines of code may be 10 % old."""
+def test_the_page_has_the_table_of_parts():
+    """The numbers of lines on the page may be up to 10 % wrong."""
     _, _, section = (ROOT / "docs/adapting.md").read_text().partition("## Leaving out\n")
     section, _, _ = section.partition("\n## ")
     _head, _rule, *lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -50,26 +50,26 @@ def test_the_table_of_parts_is_on_the_page():
         assert row == expected_row, advice
 
 
-def test_the_off_value_of_an_option_is_one_and_asks_for_nothing():
+def test_the_off_value_of_an_option_is_valid_and_needs_no_part():
     for name, override in OFF.items():
         key, value = parse_override(override)
         assert compose({key: value}).options()[key] == value
         check_parts({key: value})
-        for asking in BY_NAME[name].on:
-            compose({key: asking})
+        for value_with_part in BY_NAME[name].on:
+            compose({key: value_with_part})
 
 
-def test_a_module_that_is_there_is_imported():
+def test_a_module_is_only_imported_if_it_exists():
     assert optional("run_plots").curves_svg
     assert optional("run_nothing") is None
 
 
-def test_a_package_that_is_installed_elsewhere_is_no_part():
+def test_an_installed_package_is_not_a_part():
     assert optional("yaml") is None
     assert yaml.safe_load("1") == 1
 
 
-def test_an_error_inside_a_part_is_not_its_absence(tmp_path, monkeypatch):
+def test_an_error_inside_a_part_is_raised(tmp_path, monkeypatch):
     (tmp_path / "broken_part.py").write_text("import run_nothing\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(parts, "FOLDER", tmp_path.resolve())
@@ -91,13 +91,15 @@ def test_an_error_inside_a_part_is_not_its_absence(tmp_path, monkeypatch):
         ("transfer", "run.init=first.pt"),
     ],
 )
-def test_an_option_of_a_part_that_is_gone_is_one_sentence(monkeypatch, train, name, override):
+def test_an_option_that_needs_a_deleted_part_is_an_error_of_one_line(
+    monkeypatch, train, name, override
+):
     part = BY_NAME[name]
     monkeypatch.setattr(parts, "is_here", lambda module: f"{module}.py" != part.files[0])
     refused = train(0, override)
     assert refused.returncode == 2
-    advice = f"{part.files[0]}, which this copy does not have: set {OFF[name]}"
-    assert refused.stderr == f"error: {override} needs {advice}\n"
+    assert refused.stderr.startswith(f"error: {override} needs {part.files[0]}")
+    assert refused.stderr.endswith(f": set {OFF[name]}\n") and refused.stderr.count("\n") == 1
     key, value = parse_override(OFF[name])
     check_parts(Config().options() | {key: value})
 
@@ -110,13 +112,13 @@ def test_an_option_of_a_part_that_is_gone_is_one_sentence(monkeypatch, train, na
         ("mask_copies.py", "model.message_passing", ["shared", "auto", "reach"]),
     ],
 )
-def test_other_values_of_an_option_do_without_the_part(monkeypatch, file, option, values):
+def test_other_values_of_an_option_do_not_need_the_part(monkeypatch, file, option, values):
     monkeypatch.setattr(parts, "is_here", lambda module: f"{module}.py" != file)
     for value in values:
         check_parts({option: value})
 
 
-def test_without_the_part_threads_torch_chooses_them(monkeypatch):
+def test_without_the_part_threads_torch_chooses_the_number_of_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(parts, "is_here", lambda module: module != "ddp_threads")
     number = torch.get_num_threads()
@@ -124,8 +126,8 @@ def test_without_the_part_threads_torch_chooses_them(monkeypatch):
     assert torch.get_num_threads() == number
 
 
-def test_without_the_part_changes_a_run_says_nothing_of_them(monkeypatch, train, tmp_path):
-    """Fixed options are still refused."""
+def test_without_the_part_changes_changed_options_are_not_logged(monkeypatch, train, tmp_path):
+    """A changed option with the rule "fixed" is still an error."""
     train(0).check()
     monkeypatch.setattr(parts, "is_here", lambda module: module != "run_changes")
     steps = tmp_path / "runs/default/checkpoints"
@@ -142,7 +144,7 @@ def test_without_the_part_changes_a_run_says_nothing_of_them(monkeypatch, train,
 # ---- Predictions of a copy -----------------------------------------------------------------------
 @pytest.fixture
 def predict_without(command, tmp_path):
-    """predict_without(names) predicts with runs/run in a copy without these parts."""
+    """predict_without(names) predicts with runs/run, in a copy without the parts of these names."""
     write_table(tmp_path / "ask.tsv", [("genes",), ("Y01",), ("Y02,Y03",)])
 
     def start(names):
@@ -160,7 +162,7 @@ def predict_without(command, tmp_path):
 def test_a_model_predicts_the_same_without_the_parts_that_it_does_not_need(
     trained, predict, predict_without, tmp_path
 ):
-    """It was trained with all of them."""
+    """The model was trained with all parts."""
     trained("run.name=run")
     needed = {"baseline", "pairs", "predict"}
     predict_without(BY_NAME.keys() - needed).check()

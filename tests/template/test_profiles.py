@@ -1,4 +1,4 @@
-"""Profiles, a score per node: the synthetic ones, and tests.bench.quality's rivals for them."""
+"""Profiles, which have a score for each node: synthetic tables, rivals, a study, and training."""
 
 import copy
 import itertools
@@ -50,7 +50,7 @@ def make_tables(split: str = "random", seed: int = 0) -> Tables:
 
 
 # ---- The preset ----------------------------------------------------------------------------------
-def test_profiles_are_what_a_loop_over_edges_gives():
+def test_synthetic_profiles_equal_a_loop_over_edges():
     tables, signal = generate(SMALL)
     generator = synthetic.Draw(SMALL, 0)
     generator.uniform(60)
@@ -73,7 +73,7 @@ def test_profiles_are_what_a_loop_over_edges_gives():
     assert 0.045 < noise[~noise.isnan()].std() < 0.055
 
 
-def test_samples_are_singles_then_pairs_of_them_without_their_own_scores():
+def test_samples_are_single_nodes_then_pairs_and_lack_the_scores_of_these_nodes():
     tables, _ = generate(SMALL)
     sets = sets_of(tables)
     singles = [nodes[0] for nodes in sets[:50]]
@@ -85,7 +85,7 @@ def test_samples_are_singles_then_pairs_of_them_without_their_own_scores():
     assert [row.isnan().nonzero().flatten().tolist() for row in tables.y] == sets
 
 
-def test_profiles_are_written_as_tables_that_train_reads(tmp_path):
+def test_train_reads_the_written_tables_of_profiles(tmp_path):
     tables = make_tables()
     options = write(tables, tmp_path)
     header, first = (tmp_path / "scores.tsv").read_text().splitlines()[:2]
@@ -104,7 +104,7 @@ def test_profiles_are_written_as_tables_that_train_reads(tmp_path):
 # ---- The rivals ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("split", ["random", "nodes"])
-def test_a_rival_does_not_see_the_test_scores(name, split):
+def test_a_rival_does_not_use_the_test_scores(name, split):
     tables = make_tables(split)
     before = RIVALS[name](Profiles(tables))
     changed = copy.deepcopy(tables)
@@ -123,7 +123,7 @@ def test_paths_equal_a_plain_loop(exponents):
     tables.y = tables.y[:, order]
     tables.edge_weight = torch.rand(len(tables.edge_type), dtype=torch.float64) + 0.5
     rows = torch.tensor([3, 60, 41])
-    tables.edge_index[:, 0] = torch.tensor(sets_of(tables)[60])  # between two that are knocked out
+    tables.edge_index[:, 0] = torch.tensor(sets_of(tables)[60])  # connects two deleted nodes
     found = Paths(Profiles(tables), exponents).features(rows)
     out_degree, in_degree = (torch.bincount(end, minlength=60) for end in tables.edge_index)
     source, target = tables.edge_index
@@ -152,7 +152,7 @@ def row_of(rows: list[dict], contestant: str) -> dict:
     return row
 
 
-def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatch, capsys):
+def test_the_study_has_tables_for_genes_and_for_profiles(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "expression", SMALL)
     write_defaults(tmp_path)
     arguments = [
@@ -182,7 +182,7 @@ def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatc
     tables, signal = generate(SMALL)
     test = random_split(tables, DataConfig()) == SPLITS.index("test")
     expected = pearson_of_rows(tables.y[test], signal[test]).mean().item()
-    assert ceiling["mean"] == pytest.approx(expected, abs=0.01)  # scores have three decimals
+    assert ceiling["mean"] == pytest.approx(expected, abs=0.01)  # scores are rounded to 3 decimals
     assert ceiling["random:0"] == ceiling["mean"]
     assert ceiling["difference"] == pytest.approx(ceiling["mean"] - best["mean"])
     assert ceiling["2.5 %"] < ceiling["difference"]
@@ -190,26 +190,25 @@ def test_the_study_has_a_table_of_genes_and_one_of_profiles(tmp_path, monkeypatc
     for row in itertools.chain(*study.values()):
         assert row["2.5 %"] <= row["difference"] + 1e-9
         assert row["difference"] <= row["97.5 %"] + 1e-9
-    assert "of profiles" in capsys.readouterr().err
+    assert "over the scores of a row" in capsys.readouterr().err
 
 
-def test_the_study_refuses_several_scores_that_are_no_profile(tmp_path):
+def test_the_study_refuses_several_scores_that_are_not_a_profile(tmp_path):
     tables = make_tables()
     tables.targets = ["fitness", "size"]
     tables.y = tables.y[:, :2]
     write_defaults(tmp_path)
     arguments = [*write(tables, tmp_path), f"data.cache_dir={tmp_path}"]
     arguments += ["--config", str(tmp_path / DEFAULTS)]
-    message = "takes one score, or scores that are named after nodes of the graph"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="several scores that are not nodes"):
         quality.contest("random:0", quality.parse_arguments(arguments), ddp=None)
 
 
 # ---- From AnnData --------------------------------------------------------------------------------
 @pytest.mark.parametrize("layout", ["dense", "csr_array"])
-def test_the_block_of_the_page_of_tables_turns_a_screen_into_a_table(tmp_path, monkeypatch, layout):
-    """The gene X of the graph is not measured; the measured gene Z is not in the graph."""
-    anndata = pytest.importorskip("anndata")  # whose dependencies are imported here, too
+def test_the_code_in_docs_tables_converts_a_screen_into_a_table(tmp_path, monkeypatch, layout):
+    """The gene X of the graph is not measured, and the measured gene Z is not in the graph."""
+    anndata = pytest.importorskip("anndata")  # its dependencies are imported below
     import numpy as np
     import pandas
     import scipy.sparse
@@ -264,9 +263,9 @@ NODES = [
 
 @pytest.fixture
 def profile_tables(tmp_path: Path) -> list[str]:
-    """Options of train.py that name the tables of a small compendium.
+    """Writes a small table of profiles and edges; returns options of train.py with these tables.
 
-    Its last column is that of the first gene.
+    The last score is for the first gene, so that scores and genes have different orders.
     """
     tables, _ = generate(SMALL)
     options = write(tables, tmp_path / "profiles")
@@ -276,11 +275,13 @@ def profile_tables(tmp_path: Path) -> list[str]:
     return options
 
 
-def test_training_on_profiles_starts_at_the_baseline_and_is_resumed_bit_for_bit(
+def test_training_on_profiles_starts_from_the_baseline_and_resumes_bit_for_bit(
     train, profile_tables, tmp_path
 ):
     options = [*profile_tables, *NODES, "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
-    options.append("data.val_fraction=0.2")  # so that the rows tell one epoch from another
+    options.append(
+        "data.val_fraction=0.2"
+    )  # enough rows to distinguish the epochs by their metrics
     result = train(3, *options).check()
     assert re.search(r"; 60 scores: G00001, G00002, G00003, G00004, G00005; ", result.stdout)
     pattern = r"val loss .*, Pearson -?\d\.\d{4}, baseline -?\d\.\d{4}\n"

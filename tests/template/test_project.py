@@ -19,16 +19,16 @@ from tests.template.fixtures import MODULES, ROOT
 from tests.template.parts_list import PARTS
 
 COMMANDS = {"train", "predict", "analyse", "ddp_machines"}
-FAMILIES = {"ddp", "run"}  # whose members serve no module of that name
+FAMILIES = {"ddp", "run"}  # first words of module names that are not themselves modules
 PART_MODULES = {Path(file).stem for part in PARTS for file in part.files}
 CORE = set(MODULES) - PART_MODULES
-MOST_LINES = 560  # of a module
+MOST_LINES = 560  # largest number of lines of a module
 
 
 def modules_in(nodes: Iterable[ast.AST]) -> set[str]:
-    """Returns the modules, without their packages, that some statements and calls import.
+    """Returns the names of the modules that statements, or calls of `optional("module")`, import.
 
-    These are calls of `optional("module")`.
+    For a module in a package, it is the name of the package.
     """
     names = set()
     for node in nodes:
@@ -42,12 +42,12 @@ def modules_in(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def imported_by(module: str) -> set[str]:
-    """Returns the modules that one imports, also within functions."""
+    """Returns the modules that a module imports, including imports in functions."""
     return modules_in(ast.walk(ast.parse((ROOT / f"{module}.py").read_text())))
 
 
 def imported_at_the_top(module: str) -> set[str]:
-    """Returns the modules that one imports when it is imported: not those within functions."""
+    """Returns the modules that a module imports, except for imports in functions."""
     reached = []
     queue = [ast.parse((ROOT / f"{module}.py").read_text())]
     while queue:
@@ -66,7 +66,7 @@ def test_ruff_passes(command):
     assert result.returncode == 0, result.stdout
 
 
-def test_the_core_imports_no_part_at_the_top_of_a_module():
+def test_the_core_imports_no_optional_part_at_the_top_of_a_module():
     found = {(module, name) for module in CORE for name in imported_at_the_top(module)}
     assert not {(module, name) for module, name in found if name in PART_MODULES}
 
@@ -84,14 +84,14 @@ def test_every_command_is_known():
         assert ends_process == (module in COMMANDS), module
 
 
-def test_a_module_begins_with_the_name_of_the_one_that_it_serves():
-    """So a sorted listing of the folder shows the architecture."""
+def test_a_module_name_begins_with_the_name_of_the_module_that_it_serves():
+    """A sorted list of the files therefore shows the architecture."""
     for module in MODULES:
         assert module.partition("_")[0] in {*MODULES, *FAMILIES}, module
 
 
-def test_what_runs_outside_the_tests_does_not_need_them():
-    """An experiment can leave the folder tests out."""
+def test_no_module_imports_the_tests():
+    """An experiment may therefore delete the folder tests."""
     for module in MODULES:
         assert "tests" not in imported_by(module), module
 
@@ -102,7 +102,10 @@ def test_modules_are_short_enough_to_read():
 
 
 def test_the_tests_and_their_subprocesses_see_no_gpu(run):
-    """GPUs are few, their sums not bitwise reproducible: `tests.check gpu` is for them."""
+    """`python -m tests.check gpu` tests GPUs. Here, GPUs are hidden.
+
+    A machine has few GPUs, and their sums are not bitwise reproducible.
+    """
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'] == '')"
     assert run([sys.executable, "-c", code]).check().stdout == "True\n"
 
@@ -126,7 +129,7 @@ def test_the_workflow_takes_the_pinned_versions_and_the_oldest_that_launch_sh_ac
 
 
 def test_every_option_is_used():
-    """Validation in `__post_init__` does not count as a use."""
+    """A check in `__post_init__` does not count as a use of an option."""
     code = ""
     for name in MODULES:
         tree = ast.parse((ROOT / f"{name}.py").read_text())
@@ -149,7 +152,7 @@ def test_all_replaced_functions_are_named(monkeypatch):
     assert replaced() == "data.load, KnockoutTask.build_model"
 
 
-def test_a_model_that_cannot_be_built_is_an_error_but_in_a_copy(monkeypatch, tmp_path):
+def test_a_model_that_cannot_be_built_is_an_error_except_in_a_copy(monkeypatch, tmp_path):
     def build_model(task: KnockoutTask) -> None:
         raise ZeroDivisionError("a mistake")
 
@@ -163,7 +166,7 @@ def test_a_model_that_cannot_be_built_is_an_error_but_in_a_copy(monkeypatch, tmp
 
 
 def test_config_yaml_has_the_default_and_a_comment_for_each_option():
-    """config.yaml decides, so that a default that is only edited in a dataclass has no effect."""
+    """config.yaml overrides the defaults of the dataclasses, so both must be edited together."""
     options = compose(read_options(DEFAULTS)).options()
     for key, default in Config().options().items():
         assert options[key] == default, f"{key}: edit both config.yaml and the dataclass"

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, and how files are written."""
+"""Checkpoints: their content, and how files are written."""
 
 import errno
 import os
@@ -25,8 +25,8 @@ from run_folder import RunConfig, RunFolder
 from tests.tools.runs import read_metrics, zero_a_block
 
 
-# ---- What a checkpoint holds ---------------------------------------------------------------------
-def test_checkpoint_loads_without_pickle_and_holds_the_bare_model(train, tmp_path):
+# ---- The content of a checkpoint -----------------------------------------------------------------
+def test_a_checkpoint_loads_without_pickle_and_contains_the_model_without_ddp(train, tmp_path):
     train(1, "run.name=saved").check()  # one process under torchrun also uses DDP
     state = torch.load(tmp_path / "runs/saved/checkpoints/best.pt", weights_only=True)
     assert "encoder.embedding" in state["model"]
@@ -41,14 +41,14 @@ SECOND_IS_BEST = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0", "model.pa
 
 @pytest.fixture
 def best_is_early(train, tmp_path):
-    """The checkpoints and the test row of a run whose best step is not its last one."""
+    """The checkpoints and the test row of a run whose best step is not its last step."""
     train(0, *SECOND_IS_BEST, "checkpoint.keep_last=9", "run.name=early").check()
     (test,) = read_metrics(tmp_path / "runs/early", "test")
     assert test["best_step"] == 10
     return tmp_path / "runs/early/checkpoints", test
 
 
-def test_the_best_checkpoint_is_that_of_its_step_and_is_tested(predict, tmp_path, best_is_early):
+def test_best_pt_contains_the_best_step_and_is_tested(predict, tmp_path, best_is_early):
     folder, test = best_is_early
     predict(0, "runs/early/test.tsv", "runs/early").check()
     lines = (tmp_path / "test.predictions.tsv").read_text().splitlines()[1:]
@@ -59,17 +59,18 @@ def test_the_best_checkpoint_is_that_of_its_step_and_is_tested(predict, tmp_path
     best = torch.load(folder / "best.pt", weights_only=True)
     last = torch.load(folder / "step_00000015.pt", weights_only=True)
     assert best["best"]["step"] == best["step"] == test["best_step"]
-    assert best["best_model"] is None  # it is the model, which is held once
-    assert not (folder / "step_00000010.pt").samefile(folder / "best.pt")  # nor damaged at once
+    assert best["best_model"] is None  # the model is the best model, and is stored once
+    # The files are separate, so that they are not damaged together.
+    assert not (folder / "step_00000010.pt").samefile(folder / "best.pt")
     assert last["best_model"].keys() == best["model"].keys()
     for name, value in best["model"].items():
         assert torch.equal(last["best_model"][name], value), name
 
 
-def test_a_finished_run_has_a_best_checkpoint_whatever_it_went_on_from(
+def test_a_resumed_run_writes_best_pt_if_it_is_missing_or_damaged(
     train, predict, tmp_path, best_is_early
 ):
-    """Also where no later step is better, and after best.pt was lost, or damaged."""
+    """This also holds if no step after resuming is better."""
     folder, _ = best_is_early
     best = torch.load(folder / "best.pt", weights_only=True)
     resume = "run.resume=runs/early/checkpoints/step_00000015.pt"
@@ -94,9 +95,7 @@ def test_a_finished_run_has_a_best_checkpoint_whatever_it_went_on_from(
     assert (tmp_path / "all-singles.predictions.tsv").read_text() == expected
 
 
-def test_a_run_that_goes_on_from_the_best_checkpoint_tests_its_model(
-    train, tmp_path, best_is_early
-):
+def test_a_run_that_resumes_from_best_pt_tests_its_model(train, tmp_path, best_is_early):
     _, test = best_is_early
     resume = "run.resume=runs/early/checkpoints/best.pt"
     output = train(0, *SECOND_IS_BEST, resume, "run.name=again").check().stdout
@@ -106,13 +105,13 @@ def test_a_run_that_goes_on_from_the_best_checkpoint_tests_its_model(
 
 @dataclass
 class OwnState(TrainState):
-    """A state with fields of one's own: one with a `state_dict`, one without."""
+    """A state with two additional fields. Only the value of the first has a `state_dict`."""
 
     averaged: torch.nn.Module | None = None
     num_seen: int = 7
 
 
-def test_fields_of_ones_own_are_saved_and_restored_and_at_their_defaults_in_earlier_files():
+def test_additional_fields_are_restored_or_keep_their_values_for_earlier_files():
     def state_of(averaged: torch.nn.Module) -> OwnState:
         return OwnState(**vars(small_state()), averaged=averaged)
 
@@ -131,8 +130,8 @@ def test_fields_of_ones_own_are_saved_and_restored_and_at_their_defaults_in_earl
     assert later.num_seen == 7
 
 
-def test_the_best_checkpoint_holds_what_was_validated(tmp_path):
-    """Other weights than the model's, such as their average; also where best.pt was lost."""
+def test_best_pt_contains_the_validated_parameters(tmp_path):
+    """They can differ from the model's, for example as their average. This survives a resume."""
     state = small_state()
     state.best = {"step": 0}
     state.best_model = {name: value + 1 for name, value in state.model.state_dict().items()}
@@ -161,8 +160,8 @@ def small_state() -> TrainState:
     return TrainState(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu"))
 
 
-def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
-    """ZeRO loads them on the CPU (pytorch #124133), where fused AdamW of a GPU refuses them."""
+def test_step_counts_of_a_resumed_optimiser_are_on_the_device_of_its_parameters():
+    """ZeRO loads them on the CPU (pytorch #124133), but fused AdamW needs them on the GPU."""
     parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
     nothing = SimpleNamespace(load_state_dict=lambda state: None, state_dict=dict)
     inner = SimpleNamespace(state={parameter: {"step": torch.tensor(3.0)}})
@@ -176,14 +175,14 @@ def test_a_resumed_optimiser_has_its_step_counts_beside_its_parameters():
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "fp32")])
-def test_resuming_in_another_precision_resets_the_loss_scale(train, tmp_path, before, after):
+def test_resuming_with_a_different_precision_resets_the_loss_scale(train, tmp_path, before, after):
     train(0, f"optim.precision={before}").check()
     train(0, f"optim.precision={after}", "optim.epochs=2").check()
     state = torch.load(tmp_path / "runs/default/checkpoints/step_00000010.pt", weights_only=True)
     assert (state["scaler"].get("scale", 1) > 1) is (after == "fp16")
 
 
-def test_a_checkpoint_of_another_optimiser_is_not_resumed(train):
+def test_a_checkpoint_of_a_different_optimiser_is_not_resumed(train):
     train(0, fault="other_optimiser").check()
     assert "resumed at step 5" in train(0, "optim.epochs=2", fault="other_optimiser").check().stdout
     result = train(0, "optim.epochs=3")
@@ -192,7 +191,7 @@ def test_a_checkpoint_of_another_optimiser_is_not_resumed(train):
     assert "does not match the current model or optimiser ('step'): to" in result.stderr
 
 
-def test_a_checkpoint_with_other_parameter_groups_is_not_resumed(trained, train):
+def test_a_checkpoint_with_different_parameter_groups_is_not_resumed(trained, train):
     trained()
     result = train(0, "optim.epochs=2", fault="other_groups")
     assert result.returncode == 2
@@ -208,8 +207,8 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_reason_of_a_write_error_is_its_own(tmp_path):
-    """mkdir(parents=True) meets a missing folder before the one that it may not write."""
+def test_a_write_error_reports_its_own_reason(tmp_path):
+    """mkdir(parents=True) handles a missing folder before it fails without permission."""
     with (
         pytest.raises(RunError, match=r"cannot write .*: Permission denied: "),
         explain_write_errors(tmp_path),
@@ -221,8 +220,8 @@ def test_the_reason_of_a_write_error_is_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 700, 30_000])
-def test_a_checkpoint_on_a_full_disk_is_an_error_of_writing(tmp_path, num_bytes):
-    """torch.save hides the reason in errors of its own, which differ with the place."""
+def test_a_full_disk_is_reported_as_a_write_error(tmp_path, num_bytes):
+    """torch.save raises its own errors, which depend on where in the file writing fails."""
     state = {"a": torch.zeros(3000), "b": [1, 2, 3], "c": torch.zeros(5000).double()}
     save_atomically(tmp_path / "whole.pt", state)
     assert (tmp_path / "whole.pt").stat().st_size > 53_000
@@ -241,7 +240,7 @@ def test_a_checkpoint_on_a_full_disk_is_an_error_of_writing(tmp_path, num_bytes)
 
 
 class Unsaveable:
-    """What an adapter might put into a state dict."""
+    """An object in a state dict that raises an error when it is saved."""
 
     def __reduce__(self) -> tuple:
         return torch.ones, (torch.ones(2) @ torch.ones(3),)
@@ -252,8 +251,8 @@ def lines_with_a_bug() -> Iterator[str]:
     yield str(torch.ones(2) @ torch.ones(3))
 
 
-def test_a_bug_in_what_is_written_is_not_an_error_of_writing(tmp_path):
-    """Such as two shapes that do not fit in an adapter's model or result lines: a RuntimeError."""
+def test_an_error_in_the_content_is_not_reported_as_a_write_error(tmp_path):
+    """For example, shapes in a custom model do not match, which raises `RuntimeError`."""
     for write, content in (
         (save_atomically, {"a": torch.zeros(3), "b": Unsaveable()}),
         (write_atomically, lines_with_a_bug()),
@@ -274,7 +273,7 @@ def test_two_processes_that_write_a_text_at_once_do_not_share_a_temporary_file(
     def lines_of_first():
         yield "first\n"
         with monkeypatch.context() as patch:
-            patch.setattr("os.getpid", lambda: -1)  # of another process, which writes meanwhile
+            patch.setattr("os.getpid", lambda: -1)  # another process writes at the same time
             write_atomically(path, ["second\n"])
         assert path.read_text() == "second\n"
         yield "line\n"

@@ -1,4 +1,4 @@
-"""The figures of a run: grids, curves and points."""
+"""The plots of a run: grids, curves and points."""
 
 import math
 from random import Random
@@ -36,7 +36,7 @@ def test_curves_need_no_rows_and_skip_undefined_values():
     svg = curves_svg(rows, FIRST, ["baseline"])
     ElementTree.fromstring(svg)
     assert svg.count("<polyline") == 3
-    assert "baseline" not in svg  # which has no such metric
+    assert "baseline" not in svg  # the rows do not have this metric of the baseline
     assert svg.count("optimiser step") == 2
 
 
@@ -61,7 +61,7 @@ def test_curves_have_round_numbers_on_each_axis():
         (10_100, ["0", "2,000", "4,000", "6,000", "8,000", "10,000", "12,000"]),
     ],
 )
-def test_steps_are_whole_numbers(last_step, numbers):
+def test_numbers_of_the_step_axis_are_integers(last_step, numbers):
     rows = [{"kind": "train", "step": last_step}]
     svg = ElementTree.fromstring(curves_svg(rows, FIRST, ["baseline"]))
     texts = [element.text for element in svg.iter() if element.get("y") == "258"]
@@ -93,7 +93,7 @@ def test_each_group_of_points_has_the_colour_of_its_label():
 
 
 def test_curves_have_a_mark_at_the_step_of_the_best_validation():
-    """It is the first of equal ones; an undefined metric counts as 0, and then the loss."""
+    """An undefined metric counts as 0. The loss decides between equal metrics, then the order."""
     rows = [
         {"kind": "val", "step": step, "loss": loss, FIRST: value}
         for step, loss, value in ((0, 0.1, None), (4, 0.5, 0.5), (6, 0.4, 0.5), (8, 0.4, 0.5))
@@ -145,7 +145,7 @@ def test_an_axis_covers_any_values_with_few_multiples_of_a_round_step():
         assert labels == pytest.approx(ticks, rel=1e-12, abs=1e-9 * step)
 
 
-def test_the_numbers_of_an_axis_stand_at_their_places():
+def test_the_numbers_of_an_axis_are_at_their_positions():
     panel = Panel(400, 400, round_ticks([0.0, 4.0]), round_ticks([-3.2, 0.1]))
     numbers = ElementTree.fromstring("<g>" + "".join(panel.grid()) + "</g>").findall("text")
     ups = {float(number.text): number.get("y") for number in numbers if number.get("x") == "-8"}
@@ -154,29 +154,29 @@ def test_the_numbers_of_an_axis_stand_at_their_places():
     assert rights == {0: "0.0", 1: "100.0", 2: "200.0", 3: "300.0", 4: "400.0"}
 
 
-def test_the_plot_has_at_most_two_thousand_points_evenly_chosen():
+def test_at_most_two_thousand_evenly_selected_points_are_plotted():
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(3000, 2, generator=generator).double() * torch.tensor([1.0, 1000.0])
     svg = predictions_svg(y, y, ["a", "b"])
     points = [point for point in ElementTree.fromstring(svg).iter() if point.tag.endswith("circle")]
     assert len(points) == POINTS
-    assert svg.count("(standard units)") == 2
+    assert svg.count("(standardised)") == 2
     x = torch.tensor([float(point.get("cx")) for point in points])
     y = torch.tensor([float(point.get("cy")) for point in points])
     torch.testing.assert_close(x + y, torch.full((2000,), 400.0), rtol=0, atol=0.11)
     assert 0 <= x.min() < x.max() <= 400
-    assert 30 < x.std() < 80  # of both targets
+    assert 30 < x.std() < 80  # the points of both targets are spread out
 
 
 @pytest.mark.parametrize(("num_targets", "num_groups"), [(1, 1), (2, 2), (6, 6), (7, 1)])
-def test_the_plot_has_a_group_for_each_score_or_one_for_very_many(num_targets, num_groups):
+def test_each_target_has_a_group_unless_there_are_many_targets(num_targets, num_groups):
     y, prediction = torch.randn(2, 200, num_targets).double()
     y[:50, 0] = math.nan
     svg = predictions_svg(y, prediction, [f"t{t}" for t in range(num_targets)])
     assert svg.count("<circle") == (~y.isnan()).sum()
-    labels = [text for text in texts_of(svg) if ": Pearson " in text]
+    labels = [text for text in texts_of(svg) if "Pearson " in text]
     assert len(labels) == num_groups
     r = pearson(y, prediction).mean()
     if num_targets in (1, 7):
-        name = "t0" if num_targets == 1 else "mean of 7 scores"
-        assert labels == [f"{name}: Pearson {r:.4f}"]
+        label = "t0: Pearson" if num_targets == 1 else "7 targets: mean Pearson"
+        assert labels == [f"{label} {r:.4f}"]

@@ -1,4 +1,4 @@
-"""Bars and the time left: when they appear, where, and what they say."""
+"""Progress bars and the remaining time: when and where they appear, and their texts."""
 
 import errno
 import gzip
@@ -26,7 +26,7 @@ from tests.template.tables import additive_tables, combined_tables
 
 
 class Clock:
-    """A clock that goes on by `tick` seconds whenever it is read."""
+    """A simulated clock. Each time it is read, it advances by `tick` seconds."""
 
     def __init__(self):
         self.now = 1000.0
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Stderr(io.StringIO):
-    """A terminal or a file that knows when something was written."""
+    """A terminal or a file that records the times at which something was written."""
 
     def __init__(self, clock: Clock, is_terminal: bool):
         super().__init__()
@@ -78,7 +78,7 @@ def file(monkeypatch, clock) -> Stderr:
 
 
 def work(clock: Clock, num_steps: int, seconds: float, **options) -> None:
-    """Works with a bar, so long a step."""
+    """Runs a loop with a bar, given the duration of a step on the simulated clock."""
     for _ in progress_bar(range(num_steps), "working", **options):
         clock.now += seconds
 
@@ -89,7 +89,7 @@ def test_short_work_has_no_bar_on_a_terminal(clock, terminal):
     assert terminal.getvalue() == ""
 
 
-def test_long_work_has_a_bar_that_leaves_nothing_on_a_terminal(clock, terminal):
+def test_long_work_has_a_bar_that_is_erased_at_the_end(clock, terminal):
     work(clock, 80, 0.1)
     texts = terminal.getvalue().split("\r")
     assert terminal.written_at[0] == pytest.approx(1005, abs=0.11)
@@ -119,8 +119,8 @@ def test_a_file_gets_no_bar(clock, file):
     assert file.getvalue() == ""
 
 
-def test_a_terminal_that_is_closed_ends_no_run(clock, terminal):
-    """As by nohup; tqdm itself sees to it."""
+def test_a_closed_terminal_does_not_end_a_run(clock, terminal):
+    """For example, with nohup. tqdm itself ignores this error."""
 
     def write(text):
         if text:
@@ -130,21 +130,21 @@ def test_a_terminal_that_is_closed_ends_no_run(clock, terminal):
     work(clock, 80, 0.1)
 
 
-def test_bars_of_others_in_this_process_are_as_tqdm_makes_them():
+def test_other_bars_of_tqdm_in_this_process_are_not_changed():
     assert ProgressBar.monitor_interval == 0 and tqdm.monitor_interval > 0
     assert tqdm.get_lock() is not ProgressBar.get_lock()
 
 
-# ---- What it says --------------------------------------------------------------------------------
-def test_a_run_tells_its_time_left_by_its_own_steps_and_validations(clock):
-    """Of a run that goes on after its tenth step."""
+# ---- Texts ---------------------------------------------------------------------------------------
+def test_the_remaining_time_is_based_on_steps_and_validations_of_this_process(clock):
+    """The run is resumed after its tenth step."""
     folder = RunFolder(Config(), Distributed(DDPConfig()), origin=None)
     folder.first_step, folder.last_step = 10, 40
     assert folder.progress(10) == ""
     folder.started_at = clock.now
     folder.loss_and_speed = "loss 1"
     for step, left in ((20, "run: 03:20 left  "), (30, "run: 01:40 left  "), (40, "")):
-        clock.now += 10 * 9 + 10  # a validation
+        clock.now += 10 * 9 + 10  # ten steps of 9 s, and a validation of 10 s
         assert folder.progress(step) == f"{left}loss 1"
 
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_counts_the_steps_of_this_process(train):
     assert "epoch 3/3  step 15  10 done, 0 left  val loss " in output
 
 
-# ---- Where bars are ------------------------------------------------------------------------------
+# ---- Loops with a bar ----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["t.tsv", "t.tsv.gz"])
 def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, terminal, name):
     monkeypatch.setattr("data_cells.CHUNK", 10_000)
@@ -179,7 +179,7 @@ def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, termi
 def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, terminal):
     monkeypatch.setattr("data_cells.CHUNK", 1)
     monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 1)
-    clock.tick = 10.0  # so that everything takes long
+    clock.tick = 10.0  # makes all loops slow
     edges = [("source", "target", "relation"), ("a", "b", "r"), ("b", "c", "r")]
     scores = [("genes", "score"), ("a", 1), ("b", 2), ("a,c", 3)]
     features = [("gene", "size"), ("a", 1), ("b", 2), ("c", 3)]

@@ -1,4 +1,4 @@
-"""run_results.py: a run's test.tsv, as train.py writes it and as it is read."""
+"""run_results.py: writing test.tsv, and reading it again."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ from train import read_config
 
 # ---- The file ------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
+def test_test_tsv_has_scores_predictions_and_baseline_of_the_test_rows(
     train, predict, tmp_path, monkeypatch
 ):
     options = gappy_tables(tmp_path)
@@ -40,7 +40,7 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
     ]  # fmt: skip
     counts = tables.perturbed_ptr.diff().tolist()
     sets = [nodes.tolist() for nodes in tables.perturbed.split(counts)]
-    trained = []  # of each score, the nodes of training rows that have it
+    trained = []  # for each score, the nodes of the training rows that have the score
     for y in tables.y.T:
         rows_with_score = [row for row in tables.rows("train").tolist() if not y[row].isnan()]
         trained.append({node for row in rows_with_score for node in sets[row]})
@@ -78,17 +78,14 @@ def test_the_file_has_the_test_rows_with_scores_predictions_and_baseline(
 @pytest.mark.parametrize("outputs", [[], ["sd"], ["q_10", "prediction_"]])
 @pytest.mark.parametrize("rival_names", [[], ["baseline"], ["baseline", "other_rival"]])
 @pytest.mark.parametrize("num_rows", [1, 99, 100, 250])
-def test_what_is_written_is_read(tmp_path, num_rows, rival_names, outputs):
-    """Rows are written in parts of 100; a prediction that is not a number stays so.
-
-    Of a large score, twelve digits are kept.
-    """
+def test_a_written_file_is_read_with_the_same_values(tmp_path, num_rows, rival_names, outputs):
+    """Rows are written in blocks of 100. Predictions can be nan. Numbers keep twelve digits."""
     sets = [list(range(row % 4)) for row in range(2 * num_rows)]
     split = torch.tensor([2, 0] * num_rows, dtype=torch.int8)
     y = normal(2 * num_rows, 2)
     y[0, 0] = 1e6 + 1e-3
     y[0, 1] = math.nan
-    genes = ["a", "b", "ü\x85\u2028", "nan"]  # of which some are line ends elsewhere
+    genes = ["a", "b", "ü\x85\u2028", "nan"]  # some of these characters are line ends elsewhere
     edges = torch.zeros(2, 0), torch.zeros(0)
     tables = Tables(genes, ["r"], *edges, *pack_sets(sets), y, split, targets=["s", "s_prediction"])
     names = ["prediction", *outputs]

@@ -1,4 +1,4 @@
-"""run_transfer.py: which parameters of another run a run starts from."""
+"""run_transfer.py: the parameters that run.init copies from another run."""
 
 import copy
 import itertools
@@ -9,7 +9,7 @@ import torch
 
 from config import Config
 from data_tables import Tables
-from errors import UserError
+from errors import UserError, counted
 from losses import LOSSES, Squared
 from model import KnockoutGNN, ModelConfig
 from optim import OptimConfig
@@ -23,10 +23,10 @@ from tests.tools.runs import newest_checkpoint
 
 
 @ON_ONE_AND_TWO
-def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
+def test_parameters_of_another_run_are_matched_by_names_of_nodes_and_relations(
     train, tmp_path, nproc
 ):
-    """The second graph lacks nodes and a relation of the first, has others and another order."""
+    """The second graph has different nodes, a different relation and a different order."""
     train(0, "run.name=first", "optim.epochs=2").check()
     for name in ("edges", "scores"):
         text = (tmp_path / f"{name}.tsv").read_text()
@@ -45,7 +45,7 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
     first, tuned, anew = map(read_checkpoint, [tmp_path / file, *newest])
     assert first["relations"] == ["regulatory", "physical"]
     assert tuned["relations"] == ["a", "regulatory"]
-    # Of the tables.
+    # These parameters and buffers depend only on the tables.
     buffers = ("terms.without_graph.", "terms.pairs.units", "basis")
     sizes = [len(tuned[kind]) for kind in ("nodes", "relations", "features", "targets")]
     pairs = torch.ones(2, len(tuned["pair_features"]))
@@ -63,7 +63,7 @@ def test_a_run_takes_parameters_of_another_by_the_names_of_nodes_and_relations(
 def by_name(
     kinds: dict[int, str], fresh: torch.Tensor, saved: torch.Tensor, after: dict, before: dict
 ) -> torch.Tensor:
-    """Returns a parameter that takes what is saved, entry by entry, and is else as it was."""
+    """Returns the expected parameter: saved values for shared names, otherwise the initial ones."""
     expected = fresh.clone()
     for place in itertools.product(*map(range, fresh.shape)):
         saved_place = list(place)
@@ -89,9 +89,7 @@ def by_name(
         ),
     ],
 )
-def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(
-    train, tmp_path, hidden, line
-):
+def test_parameters_without_a_matching_shape_or_name_are_not_copied(train, tmp_path, hidden, line):
     train(0, "run.name=first", f"model.hidden={hidden}").check()
     best = tmp_path / "runs/first/checkpoints/best.pt"
     state = torch.load(best, weights_only=True)
@@ -106,15 +104,15 @@ def test_parameters_of_other_shapes_and_from_before_names_were_saved_stay(
     assert "encoder.layers.1.gate, encoder.layers.1.norm.weight" in not_taken
 
 
-def test_a_run_from_which_nothing_can_be_taken_is_refused():
+def test_a_checkpoint_without_a_matching_parameter_is_an_error():
     checkpoint = {"model": {"weight": torch.zeros(2, 3), "gone": torch.zeros(1)}, "file": "best.pt"}
     origin = Origin(config={}, data="")
-    with pytest.raises(UserError, match=r"^run.init: best.pt has no parameter with a matching"):
+    with pytest.raises(UserError, match=r"^run.init: best.pt has no parameter"):
         take_parameters(torch.nn.Linear(2, 3, bias=False), checkpoint, origin)
     take_parameters(torch.nn.Linear(3, 2, bias=False), checkpoint, origin)
 
 
-SHARED = {  # name of a parameter: what its entries are for, by dimension
+SHARED = {  # {parameter name: {dimension: kind of its entries}}
     "encoder.embedding": {0: "nodes"},
     "encoder.identity": {0: "nodes"},
     "encoder.project.weight": {1: "features"},
@@ -132,7 +130,7 @@ NAMES = {"nodes": ["m", "n", "o"], "relations": ["r"], "features": ["f"], "targe
 
 
 def random_model(names: dict[str, list[str]], seed: int) -> KnockoutGNN:
-    """Returns a model of tables with these names; none of its parameters is 0."""
+    """Returns a model for tables with these names. Its parameters are random, none of them 0."""
     torch.manual_seed(seed)
     sizes = [len(names[kind]) for kind in ("nodes", "relations", "features", "targets")]
     num_columns = len(names["columns"])
@@ -169,7 +167,7 @@ def origin_of(names: dict[str, list[str]]) -> Origin:
         ),
     ],
 )
-def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after, caplog):
+def test_entries_are_copied_by_name_and_other_entries_keep_their_values(before, after, caplog):
     caplog.set_level("INFO")
     before, after = (NAMES | names for names in (before, after))
     for names in (before, after):
@@ -195,13 +193,15 @@ def test_entries_of_scores_and_features_go_by_name_and_others_stay(before, after
         lacking = [name for name in after[kind] if name not in before[kind]]
         if lacking:
             names = ", ".join(lacking)
-            expected_notes.append(f"note      first.pt does not have the {kind} {names}")
-    assert [note.partition(":")[0] for note in notes] == expected_notes
+            number = counted(len(lacking), kind.removesuffix("s"))
+            expected_notes.append(f"{number} not in first.pt: {names}")
+    assert len(notes) == len(expected_notes)
+    assert all(map(str.endswith, notes, expected_notes))
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_what_was_learnt_of_a_response_goes_to_the_same_response(is_same):
-    """Of two tables with two responses: losses and deletions, and losses and gains."""
+def test_parameters_of_effects_are_copied_if_both_runs_have_the_same_kinds(is_same):
+    """One run has effects of losses and of deletions, the other run of losses and of gains."""
     losses_and_deletions = torch.tensor([[1.0, 0], [1, 0], [0, 1]])
     losses_and_gains = torch.tensor([[1.0, 0], [0, 1], [0, 0]])
     sizes = [len(names) for names in NAMES.values()]
@@ -225,13 +225,13 @@ SIZES = {"nodes": 9, "relations": 2, "features": 1, "targets": 2, "levels": 1}
 
 
 class TwoColumns(Squared):
-    """A loss whose outputs are twice as many."""
+    """A loss with two outputs for each score."""
 
     columns = ("mean", "spread")
 
 
 def task_of_sizes(options: ModelConfig, loss: str, sizes: dict[str, int]) -> KnockoutTask:
-    """Returns a task of tables of these sizes; nodes respond in as many ways as levels say."""
+    """Returns a task of tables with these sizes, in which nodes have this number of levels."""
     num_nodes = sizes["nodes"]
     nodes = torch.arange(num_nodes)
     level = [0.0, 0.5][: sizes["levels"]]
@@ -263,10 +263,10 @@ def task_of_sizes(options: ModelConfig, loss: str, sizes: dict[str, int]) -> Kno
         ("nodes", "squared"),
     ],
 )
-def test_each_dimension_whose_size_is_that_of_the_tables_has_their_names(
+def test_each_dimension_whose_size_depends_on_the_tables_is_in_entries(
     readout, loss, size, monkeypatch
 ):
-    """Of every parameter, so that `run.init` takes none by the place of a score or a feature."""
+    """Otherwise, `run.init` would match scores or features by their positions."""
     monkeypatch.setitem(LOSSES, "two", TwoColumns)
     options = ModelConfig(hidden=5, readout=readout)
     few = task_of_sizes(options, loss, SIZES)

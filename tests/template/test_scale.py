@@ -1,4 +1,4 @@
-"""Scores in other units: a run does not depend on them, and its predictions are in them."""
+"""Units of scores: results of a run do not depend on them, and predictions have the same units."""
 
 import json
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from tests.template.fixtures import Finished
 
 pytestmark = pytest.mark.slow  # run with --all, or by name
 
-FIGURES = ("loss", "pearson", "baseline_pearson")
+COMPARED = ("loss", "pearson", "baseline_pearson")  # names in metrics.jsonl
 
 
 def write_scaled(path: Path, scale: float, offset: float) -> str:
-    """Writes the scores of the fixture `tables` in other units, and returns the option for them."""
+    """Writes the scores of the fixture `tables` in different units; returns the option for them."""
     header, *lines = (path.parent / "scores.tsv").read_text().splitlines()
     with path.open("w") as file:
         file.write(f"{header}\n")
@@ -28,9 +28,9 @@ def write_scaled(path: Path, scale: float, offset: float) -> str:
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
-    """Returns the figures of each row of a run's metrics."""
+    """Returns the compared metrics in each row of a run's metrics.jsonl."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: row[name] for name in FIGURES if name in row} for row in rows]
+    return [{name: row[name] for name in COMPARED if name in row} for row in rows]
 
 
 def predicted_singles(predict: Callable[..., Finished], folder: Path, run: str) -> torch.Tensor:
@@ -47,7 +47,7 @@ def predicted_singles(predict: Callable[..., Finished], folder: Path, run: str) 
 def test_a_run_does_not_depend_on_the_unit_of_the_scores(
     train, predict, tables, tmp_path, scale, offset, tolerance
 ):
-    """With the last offset, files have scores in a hundredth of their deviation."""
+    """With the last scale and offset, files resolve only a hundredth of the standard deviation."""
     train(0, "run.name=before").check()
     option = write_scaled(tmp_path / "scaled.tsv", scale, offset)
     train(0, "run.name=after", option).check()

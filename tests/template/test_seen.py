@@ -1,4 +1,7 @@
-"""Seen means measured, and level 1 means intact: in baseline, splits, test.tsv and predictions."""
+"""A node is seen if a training row measures it, and intact at level 1.
+
+The tests check this in the tables, the baseline, test.tsv and predictions.
+"""
 
 import random
 from pathlib import Path
@@ -21,7 +24,7 @@ from tests.template.fixtures import write_table
 from tests.template.tables import write_tables
 from tests.template.tasks import lines_of_test
 
-EFFECTS = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)  # of the nodes of each module
+EFFECTS = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)  # effect of the nodes in each module
 NODES = [f"g{k:02}" for k in range(60)]
 TEST_NODES = [name for name in NODES if name[-1] in "01"]
 EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "x")]
@@ -29,10 +32,10 @@ EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c
 
 # ---- Tables --------------------------------------------------------------------------------------
 def module_rows(num_scores: int = 1) -> list[tuple]:
-    """Returns rows of 60 nodes in six modules, each at three levels; scores are nearly exact.
+    """Returns rows for 60 nodes in six modules, each node at three levels, with little noise.
 
-    All nodes of a module have its effect. In each, two are in test rows alone, and one in
-    validation rows.
+    All nodes of a module have the same effect. In each module, two nodes are only in test rows, and
+    one is only in validation rows.
     """
     draw = random.Random(0)
     rows = []
@@ -46,14 +49,14 @@ def module_rows(num_scores: int = 1) -> list[tuple]:
 
 
 def read(folder: Path, edges: list[tuple], rows: list[tuple]) -> Tables:
-    """Returns the tables of these edges and of rows of genes, scores and split."""
+    """Returns tables with these edges and rows. A row has genes, scores and a split."""
     folder.mkdir(exist_ok=True)
     targets = [f"score{t}" for t in range(len(rows[0]) - 2)]
     return load(write_tables(folder, edges, [("genes", *targets, "split"), *rows]))
 
 
 def read_modules(folder: Path, rows: list[tuple]) -> Tables:
-    """Returns the tables of rows on the graph of the modules, in which all nodes are joined."""
+    """Returns tables with these rows, on a graph that connects all nodes within each module."""
     edges = [EDGES[0]]
     for a in NODES:
         edges += [(a, b, "x") for b in NODES if a < b and a[:2] == b[:2]]
@@ -65,15 +68,15 @@ def task_of(folder: Path, tables: Tables) -> KnockoutTask:
 
 
 def of_test_rows(tables: Tables) -> tuple[Tensor, Tensor]:
-    """Returns the scores of the test rows and what the baseline predicts, [n, T]."""
+    """Returns the scores of the test rows and the predictions of the baseline, [n, T] each."""
     rows = tables.rows("test")
     return tables.y[rows], additive_baseline(tables).prediction[rows]
 
 
 # ---- Seen ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cells", [("{}", "NA"), ("{}=0.3", ""), ("{}=1", "0.01")])
-def test_a_row_without_a_score_or_at_level_1_makes_no_node_seen(tmp_path, cells):
-    """The baseline still takes what it knows of such nodes from the graph."""
+def test_a_row_without_a_score_or_at_level_1_does_not_make_a_node_seen(tmp_path, cells):
+    """The baseline then imputes the effect of the node from the graph, as for any unseen node."""
     genes, score = cells
     plain = read_modules(tmp_path / "plain", module_rows())
     rows = [(genes.format(name), score, "train") for name in TEST_NODES]
@@ -94,8 +97,8 @@ def test_a_row_without_a_score_or_at_level_1_makes_no_node_seen(tmp_path, cells)
 
 @pytest.mark.parametrize("loss", ["squared", "binary"])
 @pytest.mark.parametrize("cells", [("{}", "NA"), ("{}=0.6", "NA"), ("{}=1", "NA")])
-def test_nodes_that_are_not_measured_tell_nothing_of_their_neighbours(tmp_path, loss, cells):
-    """Of each module, two nodes are; the scores of five others are missing."""
+def test_nodes_without_scores_do_not_influence_their_neighbours(tmp_path, loss, cells):
+    """In each module, training rows measure two nodes, and lack the scores of five other nodes."""
     genes, score = cells
     rows = [row for row in module_rows() if row[0][2] in "01234"]
     if loss == "binary":
@@ -111,7 +114,8 @@ def test_nodes_that_are_not_measured_tell_nothing_of_their_neighbours(tmp_path, 
     assert pearson(plain.y[test_rows], found[test_rows]) > 0.97
 
 
-def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these_differ(tmp_path):
+def test_test_tsv_lists_unseen_nodes_with_their_number_for_each_score(tmp_path):
+    """If the number is the same for all scores, it is written once."""
     rows = [
         ("a", "NA", 1, "train"),
         ("b=0.5", 1, "NA", "train"),
@@ -127,7 +131,7 @@ def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these
     tables = read(tmp_path, EDGES, rows)
     expected = [
         ("b=0.3,d", "1,2", "b,d"),
-        ("a,b", "1", "a,b"),  # one for each score, which is another
+        ("a,b", "1", "a,b"),  # one node for each score, but not the same node
         ("c", "0", ""),
         ("", "0", ""),
         ("", "0", ""),
@@ -142,14 +146,14 @@ def test_unseen_nodes_stand_in_test_tsv_with_a_number_for_each_score_where_these
     assert found.unseen.tolist() == [[1, 2], [1, 1], [0, 0], [0, 0], [0, 0], [2, 2]]
 
 
-def test_training_hides_the_share_of_nodes_that_validation_has_unseen_over_its_scores(tmp_path):
+def test_training_hides_the_share_of_nodes_that_are_unseen_in_validation(tmp_path):
     rows = [
         ("a", 1, "NA", "train"),
         ("b", "NA", 2, "train"),
         ("c=1", 1, 3, "train"),
-        ("a,b", 3, 2, "val"),  # one of two for each score
-        ("a", "NA", 1, "val"),  # one of one
-        ("c,d", "NA", "NA", "val"),  # no score
+        ("a,b", 3, 2, "val"),  # one of two nodes is unseen for each score
+        ("a", "NA", 1, "val"),  # one of one node is unseen
+        ("c,d", "NA", "NA", "val"),  # does not count, because it does not have a score
         ("", 1, 2, "val"),
         ("a", 1, 1, "test"),
     ]
@@ -160,7 +164,7 @@ def test_training_hides_the_share_of_nodes_that_validation_has_unseen_over_its_s
 
 # ---- Level 1 -------------------------------------------------------------------------------------
 def test_a_row_at_level_1_is_an_intact_control(tmp_path):
-    """For the baseline, in test.tsv and for the model."""
+    """This holds for the fingerprint, the baseline, tables to predict and the model."""
     cells = ["", "a", "b=0.3,c", "a,b", "c", "b,d=0.5"]
     controls = ["a=1,c=1", "a,d=1", "b=0.3,c,a=1.0", "a,b", "c,d=1e0", "b,d=0.5"]
     scores = [0.5, 1.5, -1.0, 2.0, 0.7, 1.1]
@@ -175,7 +179,7 @@ def test_a_row_at_level_1_is_an_intact_control(tmp_path):
     (chunk,) = read_sets(str(ask), tables)
     assert list(chunk.sets) == ["a=1", "", "b,a=1", "b"]
     model = task.build_model()
-    for parameter in model.parameters():  # some parts start at zero
+    for parameter in model.parameters():  # because some terms are zero initially
         torch.nn.init.normal_(parameter)
     asked = task.with_samples(chunk.samples)
     ddp = Distributed(DDPConfig())

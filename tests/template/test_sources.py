@@ -1,4 +1,4 @@
-"""The blocks of docs/other_tables.md that turn published tables into ours, on small files."""
+"""The code in docs/other_tables.md that converts published tables, run on small files."""
 
 import gzip
 import json
@@ -10,20 +10,20 @@ from data_tables import Tables, read_tables
 from tests.template.fixtures import ROOT, write_table
 from tests.template.tables import sets_of
 
-pandas = pytest.importorskip("pandas")  # which comes with anndata
-LINES = 12  # of a block at most
+pandas = pytest.importorskip("pandas")  # installed together with anndata
+LINES = 12  # largest number of lines in a block of code
 EDGES = [("source", "target", "relation"), ("YAL001C", "YBR002W", "x"), ("a", "b", "x")]
 
 
 @pytest.fixture
 def run_block(tmp_path, monkeypatch):
-    """run_block(TEXT) runs the only block of the page that reads the file TEXT."""
+    """run_block(FILE) runs the only block of the page that reads this file."""
     monkeypatch.chdir(tmp_path)
 
-    def run(text: str) -> None:
+    def run(file: str) -> None:
         page = (ROOT / "docs/other_tables.md").read_text()
         blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-        (block,) = [block for block in blocks if f'"{text}"' in block]
+        (block,) = [block for block in blocks if f'"{file}"' in block]
         _, _, code = block.partition("\n\n")
         assert len(code.splitlines()) <= LINES
         exec(block, {})
@@ -36,7 +36,7 @@ def read() -> Tables:
 
 
 def edges_of(tables: Tables) -> dict[tuple, float]:
-    """Returns the weight of each edge, by the names of its ends and its relation."""
+    """Returns {(source, target, relation): weight} for all edges."""
     found = {}
     for k, (source, target) in enumerate(tables.edge_index.T.tolist()):
         relation = tables.relations[tables.edge_type[k]]
@@ -65,7 +65,7 @@ def test_links_of_string(run_block, tmp_path):
 
 
 def test_biogrid(run_block, tmp_path):
-    """Also an interaction twice, genes without a systematic name, NA, and quotes in free text."""
+    """With a duplicate interaction, genes without a systematic name, NA, and quotes in texts."""
     header = ("#BioGRID Interaction ID", "Systematic Name Interactor A", "Experimental System")
     header = (*header, "Systematic Name Interactor B", "Experimental System Type", "Score")
     header = (*header, "Official Symbol Interactor A", "Official Symbol Interactor B", "Text")
@@ -106,7 +106,7 @@ def test_raw_genetic_interactions(run_block, tmp_path):
 
 
 def test_a_wide_matrix(run_block, tmp_path):
-    """Also with empty cells, and with other numbers than 1."""
+    """With empty cells, and with numbers that are not 0 or 1."""
     rows = [("sample", "a", "growth", "b"), ("s1", 1, 0.5, ""), ("s2", 1, 0.2, 1)]
     rows.append(("s3", 0, 1, 2))
     write_table(tmp_path / "wide.tsv", rows)
@@ -118,7 +118,7 @@ def test_a_wide_matrix(run_block, tmp_path):
 
 
 def test_a_metabolic_model(run_block, tmp_path):
-    """Growth is missing where there is no solution."""
+    """COBRApy does not give a growth if there is no solution. It becomes 0."""
     reactions = [
         {
             "id": "PFK",

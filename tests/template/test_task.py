@@ -1,4 +1,4 @@
-"""The task: its scale, its model, and its metrics, of scores of any kind."""
+"""task.py: the plan of batches, the scale of scores, the model, and metrics for kinds of scores."""
 
 import math
 
@@ -21,7 +21,7 @@ from tests.template.tables import (
 from tests.tools.runs import read_metrics
 
 
-def test_a_model_of_another_class_has_no_plan():
+def test_a_model_of_a_different_class_has_no_plan():
     task = KnockoutTask.from_tables(additive_tables(0.1), Config())
     assert task.dataset.transform is not None
     task.check_plan(torch.nn.Linear(1, 1))
@@ -29,7 +29,7 @@ def test_a_model_of_another_class_has_no_plan():
     assert task.route == "Linear"
 
 
-def test_an_edited_layer_that_the_plan_does_not_know_is_computed_without_it(monkeypatch, caplog):
+def test_the_plan_is_not_used_if_an_edited_layer_does_not_fit_it(monkeypatch, caplog):
     task = KnockoutTask.from_tables(additive_tables(0.1), Config())
     add = KnockoutConv.add
 
@@ -39,7 +39,7 @@ def test_an_edited_layer_that_the_plan_does_not_know_is_computed_without_it(monk
     monkeypatch.setattr(KnockoutConv, "add", squared)
     task.check_plan(task.build_model())
     assert task.dataset.transform is None and task.route == "shared"
-    assert "model_reach.py no longer computes the same state changes" in caplog.text
+    assert "model_reach.py does not compute the same state changes" in caplog.text
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 123.456])
@@ -79,7 +79,7 @@ def test_with_start_mean_no_rival_is_fitted_and_the_model_predicts_the_mean(read
 
 # ---- Validation without scores -------------------------------------------------------------------
 @pytest.mark.slow
-def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_path):
+def test_best_pt_is_chosen_by_the_scores_that_occur_in_validation(train, tmp_path):
     gappy_tables(tmp_path)
     header, *rows = (line.split("\t") for line in (tmp_path / "gaps.tsv").read_text().splitlines())
     table = [(*header[:3], "split")]
@@ -89,7 +89,7 @@ def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_pa
     write_table(tmp_path / "gaps.tsv", table)
     files = ["data.edges=edges.tsv", "data.perturbations=gaps.tsv"]
     output = train(0, *files, "optim.epochs=20", "optim.lr=0.03").check().stdout
-    assert "note      no val row has a value of score fitness: it is ignored there" in output
+    assert "note      no val row has a value of score fitness, so " in output
     results = read_metrics(tmp_path / "runs/default", "val")
     assert all(math.isfinite(row["loss"]) for row in results)
     best = torch.load(tmp_path / "runs/default/checkpoints/best.pt", weights_only=True)
@@ -97,18 +97,16 @@ def test_best_pt_is_chosen_by_the_scores_that_validation_rows_have(train, tmp_pa
 
 
 # ---- Binary scores -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path):
     write_binary_scores(tmp_path)
-    note = "note      all scores are 0 or 1: consider optim.loss=binary"
+    note = "note      all scores are 0 or 1, "
     assert note in train(0).check().stdout
     options = ["optim.loss=binary", "run.name=binary", "optim.epochs=10", "model.dropout=0"]
     train(0, *options).check()
     val = read_metrics(tmp_path / "runs/binary", "val")
     (test,) = read_metrics(tmp_path / "runs/binary", "test")
-    assert val[0]["pearson"] > 0.8  # it begins with the baseline's ranking
+    assert val[0]["pearson"] > 0.8  # training starts from the ranking of the baseline
     steps = read_metrics(tmp_path / "runs/binary", "train")
     assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
     result = metrics_by_group(read_results(tmp_path / "runs/binary/test.tsv"), "binary")
@@ -122,7 +120,7 @@ def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path)
     assert 0.8 < max(values) <= 1
 
 
-def test_options_that_do_not_suit_the_scores(train):
+def test_loss_binary_requires_scores_of_0_and_1(train):
     wrong = train(0, "optim.loss=binary")
     assert wrong.returncode == 2
-    assert "optim.loss=binary needs scores that are 0 or 1: set optim.loss=squared" in wrong.stderr
+    assert "optim.loss=binary needs scores that are 0 or 1" in wrong.stderr

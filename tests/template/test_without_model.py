@@ -1,4 +1,4 @@
-"""What analyse.py sets beside a model's test predictions: rivals in a line or two of arithmetic."""
+"""The rivals in analyse.py: simple predictions of the test rows without a model."""
 
 import math
 import re
@@ -35,10 +35,10 @@ def tables_of_sets(sets: list[dict[int, float]], y: Tensor, split: list[int]) ->
 
 
 def all_pairs(function: str, num_triples: int = 0) -> Tables:
-    """Returns an intact row, singles twice, pairs and triples of 30 nodes.
+    """Returns an intact row, two rows for each of 30 nodes, all pairs, and some triples.
 
-    Of each three pairs, one is in each split. Their score is a function of those of single nodes,
-    which are from 0 to 1, as is 1 intact.
+    Of three consecutive pairs, one is in each split. The intact score is 1, and the scores of
+    single nodes are between 0 and 1. The scores of pairs and triples are a function of them.
     """
     generator = torch.Generator().manual_seed(0)
     single = torch.rand(30, dtype=torch.float64, generator=generator)
@@ -75,8 +75,8 @@ def test_a_function_of_single_scores_is_found(function):
             assert pearson(y, prediction) < 0.99, name
 
 
-def test_a_line_is_fitted_to_training_rows_alone():
-    """Pairs are half as far from the intact score as the smallest of theirs, plus a constant."""
+def test_a_line_is_fitted_only_to_training_rows():
+    """The scores of pairs are 0.5 * the smallest single score + a constant."""
     tables = all_pairs("smallest")
     is_pair = tables.perturbed_ptr.diff() == 2
     tables.y[is_pair] = 0.5 * tables.y[is_pair] + 7
@@ -86,7 +86,7 @@ def test_a_line_is_fitted_to_training_rows_alone():
     torch.testing.assert_close(found, expected[tables.rows("test")], rtol=0, atol=1e-6)
 
 
-def test_without_pairs_in_training_the_score_is_taken_as_it_is():
+def test_without_pairs_in_training_the_single_score_is_the_prediction():
     tables = all_pairs("largest")
     is_pair = tables.perturbed_ptr.diff() == 2
     tables.split[is_pair] = 2
@@ -95,8 +95,8 @@ def test_without_pairs_in_training_the_score_is_taken_as_it_is():
     torch.testing.assert_close(found, tables.y[tables.rows("test")], rtol=0, atol=0.011)
 
 
-def test_sets_that_lack_one_node_tell_of_larger_ones():
-    """The smallest pair tells all, the smallest single nothing."""
+def test_sets_without_one_node_predict_larger_sets():
+    """The smallest score of a pair determines a triple; single scores are not informative."""
     tables = all_pairs("smallest", num_triples=200)
     generator = torch.Generator().manual_seed(0)
     of_pairs = torch.rand(435, dtype=torch.float64, generator=generator)
@@ -119,8 +119,8 @@ def test_sets_that_lack_one_node_tell_of_larger_ones():
 
 
 @pytest.mark.parametrize("loss", ["squared", "binary"])
-def test_an_unseen_node_has_no_effect_or_the_mean_of_its_neighbours(loss):
-    """Genes of the same third are joined, and have the same effect."""
+def test_an_unseen_node_has_no_effect_or_the_mean_effect_of_its_neighbours(loss):
+    """The genes form three groups. Genes of a group are connected and have the same effect."""
     group = torch.arange(30) % 3
     joined = (group.unsqueeze(1) == group).fill_diagonal_(False)
     pairs = torch.combinations(torch.arange(30))
@@ -152,12 +152,12 @@ def test_an_unseen_node_has_no_effect_or_the_mean_of_its_neighbours(loss):
     assert list(with_rivals(found, {"baseline": baseline + 0.1})) == [*found, "baseline"]
 
 
-def test_a_ratio_to_an_intact_score_of_0_says_nothing():
+def test_a_ratio_to_an_intact_score_of_0_is_not_used():
     tables = all_pairs("sum")
     tables.y -= 1
     tables.y[0] = 0.0
     tables.weight = torch.ones(len(tables.y), dtype=torch.float64)
-    tables.weight[0] = 1e12  # so that the intercept is 0, too, or very near
+    tables.weight[0] = 1e12  # the intercept is then also 0 or almost 0
     found = rivals(tables, "squared")
     for prediction in found.values():
         assert prediction.isfinite().all()
@@ -165,8 +165,8 @@ def test_a_ratio_to_an_intact_score_of_0_says_nothing():
     torch.testing.assert_close(found["sum of single scores"], y, rtol=0, atol=1e-3)
 
 
-def test_products_beyond_all_numbers_are_none():
-    """Of rows of 29 nodes, whose ratios to a small intact score multiply to more than any."""
+def test_products_that_overflow_are_not_used():
+    """In rows with 29 nodes, the product of the ratios to a small intact score is infinite."""
     single = [{k: 0.0} for k in range(30)] * 2
     sets = [{}, *single, *[{k: 0.0 for k in range(30) if k != row % 30} for row in range(60)]]
     y = [0.001] + [50.0 + k % 30 for k in range(60)] + [7.0 + row % 11 for row in range(60)]
@@ -176,7 +176,7 @@ def test_products_beyond_all_numbers_are_none():
         assert prediction.isfinite().all(), name
 
 
-def test_levels_are_sets_of_their_own():
+def test_a_node_at_two_levels_is_two_different_sets():
     tables = combined_tables((0.0, 0.0, 2.0), noise=0.0, levels=(0.0, 0.5))
     sets = [{k: level} for k in range(60) for level in (0.0, 0.5)]
     single = additive_single(tables, sets)
@@ -188,7 +188,10 @@ def test_levels_are_sets_of_their_own():
 
 
 def additive_single(tables: Tables, sets: list[dict[int, float]]) -> Tables:
-    """Returns the tables with training rows in front, of these sets and their smallest response."""
+    """Returns the tables with more training rows at the start: the sets, scored by combination.
+
+    The score of a set is 5 + 2 * its smallest response, if this is negative, and otherwise 5.
+    """
     generator = torch.Generator().manual_seed(0)
     effect = torch.randn(60, dtype=torch.float64, generator=generator)
     y = [
@@ -208,22 +211,22 @@ def additive_single(tables: Tables, sets: list[dict[int, float]]) -> Tables:
 
 
 @pytest.mark.parametrize("loss", ["squared", "binary"])
-def test_few_single_scores_make_no_rival_and_missing_ones_are_estimated(loss):
+def test_rivals_need_enough_single_scores_and_estimate_missing_scores(loss):
     tables = all_pairs("smallest")
     if loss == "binary":
         tables.y = (tables.y > tables.y.median()).double()
-    tables.y[1:61:2] = math.nan  # scores of every other row, but each single stands twice
+    tables.y[1:61:2] = math.nan  # every other row, but each node has two rows
     assert len(rivals(tables, loss)) == 6
     tables.y[1:20] = math.nan
-    tables.y[31:50] = math.nan  # of 19 nodes of 30
+    tables.y[31:50] = math.nan  # all rows of 19 of the 30 nodes
     assert list(rivals(tables, loss)) == ["mean", "sum of effects"]
     tables = all_pairs("smallest")
-    tables.y[[3, 33]] = math.nan  # node 2 alone
+    tables.y[[3, 33]] = math.nan  # only the rows of node 2
     found = rivals(tables, "squared")["smallest of single scores"]
     assert pearson(tables.y[tables.rows("test")], found) > 0.98
 
 
-def test_each_target_has_its_own_lines_and_weights_count():
+def test_each_target_has_its_own_lines_and_weights_are_used():
     tables = all_pairs("smallest")
     y = torch.cat([tables.y, all_pairs("product").y], dim=1)
     tables = replace(tables, y=y, targets=("a", "b"))
@@ -243,7 +246,7 @@ def test_each_target_has_its_own_lines_and_weights_count():
 
 # ---- Features of pairs ---------------------------------------------------------------------------
 def pairs_with_common_neighbours(num_edges: int = 150) -> Tables:
-    """Returns all pairs of 30 nodes: single effects, less 1.2 for each common neighbour."""
+    """Returns all pairs of 30 nodes. Their score is both effects - 1.2 * common neighbours."""
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(30, (2, num_edges), generator=generator)
     source, target = edge_index
@@ -262,7 +265,7 @@ def pairs_with_common_neighbours(num_edges: int = 150) -> Tables:
     return replace(tables, **graph, edge_weight=None)
 
 
-def test_features_of_pairs_tell_what_the_sum_of_effects_cannot(tmp_path):
+def test_features_of_pairs_predict_more_than_the_sum_of_effects(tmp_path):
     tables = pairs_with_common_neighbours()
     (found,) = pair_rival(tables, "squared", str(tmp_path)).values()
     y = tables.y[tables.rows("test")]
@@ -271,7 +274,7 @@ def test_features_of_pairs_tell_what_the_sum_of_effects_cannot(tmp_path):
     assert r2(y, found) > 0.8
 
 
-def test_features_of_pairs_make_no_rival_where_they_say_nothing(tmp_path):
+def test_there_is_no_rival_with_pair_features_without_enough_pairs(tmp_path):
     tables = pairs_with_common_neighbours()
     assert not pair_rival(tables, "binary", str(tmp_path))
     single = replace(tables, perturbed=tables.perturbed[::2])
@@ -281,8 +284,8 @@ def test_features_of_pairs_make_no_rival_where_they_say_nothing(tmp_path):
     assert not pair_rival(few_edges, "squared", str(tmp_path))
 
 
-def test_a_ridge_on_features_of_pairs_equals_a_plain_one():
-    """Of two scores, of which some are missing, in rows with weights."""
+def test_a_ridge_on_features_of_pairs_equals_a_dense_solution():
+    """There are two scores with missing values, and rows have weights."""
     tables = pairs_with_common_neighbours()
     generator = torch.Generator().manual_seed(1)
     num_rows = len(tables.y)
@@ -318,13 +321,13 @@ def test_a_ridge_on_features_of_pairs_equals_a_plain_one():
         torch.testing.assert_close(found[:, t], expected, rtol=1e-9, atol=1e-9)
 
 
-# ---- What is printed -----------------------------------------------------------------------------
+# ---- The printed table ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("known", "error", "place"),
     [(0.7, 0.0, "higher"), (0.0, 0.01, "not clearly higher"), (0.0, 2.0, "lower")],
 )
-def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place):
-    """A model that knows a part of what no rival does, or adds an error to what they know."""
+def test_the_last_line_compares_the_model_with_the_strongest_rival(known, error, place):
+    """The model predicts a part of the noise, which rivals cannot predict, or it adds an error."""
     tables = all_pairs("smallest")
     test = tables.rows("test")
     truth = tables.y[test].clone()
@@ -339,9 +342,10 @@ def test_the_strongest_is_named_with_the_place_of_the_model(known, error, place)
     strongest = next(iter(figures))
     assert strongest == "smallest of single scores"
     header, *lines, sentence = table_of_rivals(figures)
-    assert re.split(r"\s{2,}", header.strip())[:2] == ["Pearson", "difference (95 %)"]
+    assert re.split(r"\s{2,}", header.strip())[:2] == ["Pearson", "difference (95 % CI)"]
     assert len(lines) == len(figures) == 7
-    assert sentence == f"strongest rival: {strongest}; the model's Pearson is {place}"
+    assert sentence.startswith(f"strongest rival: {strongest}; ")
+    assert sentence.endswith(f"Pearson is {place}")
     low, high = figures[strongest]["gain"]
     gain = pearson(rows.y, prediction).item() - figures[strongest]["pearson"]
     assert low < gain < high

@@ -1,7 +1,7 @@
 """Functions that tests run on every rank: `python -m tests.template.workers NAME`.
 
-Each rank makes its own assertions. Functions that take `ddp` leave its process group as it is:
-`python -m tests.template.workers in_one_group NAME ...` calls several, one after another.
+Each rank makes its own assertions. Functions with the argument `ddp` do not change its process
+group. `python -m tests.template.workers in_one_group NAME ...` calls several of them in turn.
 """
 
 import copy
@@ -50,7 +50,7 @@ def start(**options) -> Distributed:
 
 
 def in_one_group(*names: str) -> None:
-    """Calls functions of this module one after another; leaves a file for each that has ended."""
+    """Calls functions of this module in turn, and creates a file after each success."""
     ddp = start()
     for name in names:
         globals()[name](ddp)
@@ -79,7 +79,7 @@ def build(ddp: Distributed) -> tuple[KnockoutTask, KnockoutGNN]:
     dataset = KnockoutDataset(tables_of(sets, scores), shared.degree)
     torch.manual_seed(ddp.rank)  # DDP must broadcast the parameters of rank 0
     model = full_model(ModelConfig(hidden=8, dropout=0.0), NUM_NODES, 1).double()
-    for parameter in model.parameters():  # parts that are initialised to zero would hide errors
+    for parameter in model.parameters():  # parameters that are zero initially would hide errors
         nn.init.normal_(parameter, std=0.3)
     return task_of(shared, dataset, Config(data=DataConfig(batch_size=6))), model
 
@@ -97,13 +97,13 @@ def is_equal_on_all_ranks(tensor: Tensor, ddp: Distributed) -> bool:
 
 
 def gradients(ddp: Distributed) -> None:
-    """A step's gradient is, on every rank, that of the batch on one process, even with padding."""
+    """On every rank, a step has the gradient of one process, even if batches are padded."""
     for accumulate in (1, 2):
         compare_gradients(ddp, accumulate)
 
 
 class GradientKeeper:
-    """In place of an optimiser: keeps the gradients of a step, as one vector."""
+    """Replaces an optimiser. It stores the gradients of a step as one vector."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -147,10 +147,10 @@ def compare_gradients(ddp: Distributed, accumulate: int) -> None:
 
 
 def gradient_of_an_epoch(ddp: Distributed) -> None:
-    """Its steps add up to the gradient of the loss that all splits report, whatever is missing.
+    """The gradients of an epoch's steps add up to the gradient of the reported loss.
 
-    Each step counts as many times as it has rows. Rows have weights, which are larger where the
-    second of two scores is missing.
+    The gradient of each step is multiplied by its number of rows. Many scores are missing, and the
+    weights of rows are larger if the second of two scores is missing.
     """
     task, _ = build(ddp)
     generator = torch.Generator().manual_seed(1)
@@ -195,9 +195,9 @@ def gradient_of_an_epoch(ddp: Distributed) -> None:
 
 
 def evaluation(ddp: Distributed) -> None:
-    """Predictions are those of one process for any number of rows, even if some ranks have none."""
+    """Predictions are the same as on one process, even if some ranks do not have rows."""
     task, model = build(ddp)
-    wrap(model, ddp)  # which broadcasts the parameters
+    wrap(model, ddp)  # broadcasts the parameters
     alone = copy.copy(ddp)
     alone.rank = 0
     alone.world_size = 1
@@ -217,7 +217,7 @@ def counted_all_reduce(exchanges: list, bucket: GradBucket) -> Future[Tensor]:
 
 
 def agreement(ddp: Distributed) -> None:
-    """An error on one rank is raised on all, and a value that differs is named."""
+    """An error on some ranks is raised on all ranks, and an error lists the value that differs."""
     for kind in (UserError, DataError, RunError):
         try:
             with ddp.sync_errors():
@@ -249,7 +249,7 @@ def agreement(ddp: Distributed) -> None:
 
 
 def refused(config: DDPConfig, *expected: str) -> None:
-    """Asserts that `setup` fails with a message containing all texts; leaves a file as proof."""
+    """Asserts that `setup` fails with a message that contains all texts, and creates a file."""
     try:
         setup(Distributed(config))
     except UserError as error:
@@ -262,16 +262,16 @@ def refused(config: DDPConfig, *expected: str) -> None:
 
 def simulate_gpus(count: int, uuid: str = "") -> None:
     torch.cuda.is_available = lambda: True
-    dist.is_nccl_available = lambda: False  # NCCL would look for them
+    dist.is_nccl_available = lambda: False  # NCCL would look for real GPUs
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
     torch.cuda.device_count = lambda: count
     torch.cuda.set_device = lambda device: None
 
 
 def fake_gpus() -> None:
-    """Operators on GPUs that are not there raise where those of a GPU would, or give nan.
+    """On simulated GPUs, operators raise errors like real GPUs, and empty tensors are nan.
 
-    Replayed updates are those by hand, at any rate.
+    Replayed updates give the same results as eager updates.
     """
     from tests.template import gpu_graphs
     from tests.tools import fake_gpu
@@ -360,10 +360,11 @@ def fake_gpus() -> None:
 
 
 def gpu_checks(kind: str) -> None:
-    """Checks of `tests.check gpu` that run in its process, on a small graph, with few timed steps.
+    """Runs the checks of `tests.check gpu` in this process, on a small graph with few timed steps.
 
-    They are imported first, as not all of their steps must run without waiting. Of readouts and
-    precisions, two of each are checked, and of what is timed.
+    They import `train_step` before the GPUs are simulated, because the simulation replaces it by a
+    function that fails if it waits for the GPU, and some steps of these checks may wait. Only two
+    readouts, two precisions and some of the timed functions are checked.
     """
     from tests.bench.synthetic import PRESETS
     from tests.template import gpu, gpu_checks, gpu_graphs
@@ -394,30 +395,30 @@ def gpu_checks(kind: str) -> None:
 
 
 def too_few_gpus() -> None:
-    """Rank 1 lists fewer GPUs than its machine has processes: both fail with the same message."""
+    """On rank 1, ddp.device_ids has fewer GPUs than there are processes. Both ranks fail."""
     simulate_gpus(2)
     chosen = [0] if os.environ["RANK"] == "1" else []
     refused(
         DDPConfig(device_ids=chosen),
-        "for 2 processes with ddp.device_ids=[0]: set --nproc_per_node to the number of GPUs",
+        "2 GPUs for 2 processes with ddp.device_ids=[0]: set --nproc_per_node",
         "set CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'",
     )
 
 
 def shared_gpu() -> None:
-    """A scheduler exposes the same GPU to both processes."""
+    """A scheduler assigns the same GPU to both processes."""
     simulate_gpus(1, uuid="GPU-0")
-    refused(DDPConfig(), " share a GPU: start one process per GPU")
+    refused(DDPConfig(), " share a GPU: ")
 
 
 def no_gpu_on_rank_0() -> None:
-    """As where a driver fails: over two backends, ranks would wait for each other."""
+    """For example, a driver has failed. Ranks with different backends would wait forever."""
     simulate_gpus(2 * int(os.environ["RANK"]))
     refused(DDPConfig(), "device differs between ranks: cuda on rank 1, cpu on rank 0")
 
 
 def own_gpu() -> None:
-    """A scheduler exposes a different GPU to each process, which is number 0 in both."""
+    """A scheduler assigns a different GPU to each process. In both, the GPU has the index 0."""
     simulate_gpus(1, uuid=f"GPU-{os.environ['RANK']}")
     ddp = start()
     assert ddp.device == torch.device("cuda", 0) and ddp.local_rank == int(os.environ["RANK"])
@@ -425,7 +426,7 @@ def own_gpu() -> None:
 
 
 def preflight_of_a_bad_machine(what: str) -> None:
-    """Rank 1 is slow or has another torch version, or the sum over ranks is wrong."""
+    """Rank 1 is slow, rank 1 has a different version of torch, or the sum over ranks is wrong."""
     if what == "slow" and os.environ["RANK"] == "1":
         original = timeit.repeat
 
@@ -443,14 +444,14 @@ def preflight_of_a_bad_machine(what: str) -> None:
 
 
 def options(ddp: Distributed) -> None:
-    """`ddp.options` reach DDP: a tiny bucket_cap_mb gives several buckets."""
+    """DDP receives ddp.options: with a tiny bucket_cap_mb, it has several buckets."""
     ddp = copy.copy(ddp)
     ddp.config = DDPConfig(options={"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True})
     assert exchanged_buckets(ddp) > 1
 
 
 def buffers(ddp: Distributed) -> None:
-    """A forward pass broadcasts rank 0's buffers only if some change, as BatchNorm's do."""
+    """DDP broadcasts the buffers of rank 0 only if the model has running statistics."""
     for norm, expected in ((nn.LayerNorm(4), ddp.rank), (nn.BatchNorm1d(4), 0)):
         module = nn.Sequential(nn.Linear(4, 4), norm)
         module.register_buffer("constant", torch.zeros(()))
@@ -472,7 +473,7 @@ def exchanged_buckets(ddp: Distributed) -> int:
 
 
 def batchnorm() -> None:
-    """On two GPUs, running statistics are those of a rank's rows or, with the option, of all."""
+    """With sync_batchnorm, both GPUs have the same running statistics; otherwise, they differ."""
     ddp = start(options={"broadcast_buffers": False})
     assert len(set(batchnorm_means(ddp, sync_batchnorm=False))) == 2
     assert len(set(batchnorm_means(ddp, sync_batchnorm=True))) == 1
@@ -488,7 +489,7 @@ def batchnorm_means(ddp: Distributed, sync_batchnorm: bool) -> list[float]:
 
 
 def zero(ddp: Distributed) -> None:
-    """Each rank holds a shard of the optimiser state; together they hold what one process would."""
+    """With ZeRO, each rank has a part of the optimiser state, and the parts make up all of it."""
     _, model = build(ddp)
     sizes = {}
     for optim in (OptimConfig(), OptimConfig(zero=True)):

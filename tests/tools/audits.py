@@ -1,4 +1,7 @@
-"""`python -m tests.check devices` and `syncs`: audits of real training steps."""
+"""`python -m tests.check devices` and `syncs`: audits of training steps of the user's model.
+
+`devices` lists tensors on a wrong device, and `syncs` operations that make the host wait.
+"""
 
 import argparse
 import contextlib
@@ -25,22 +28,22 @@ from task import KnockoutTask
 from tests.syncs import CountSynchronisations
 from tests.tools.runs import ROOT, launch
 
-WARM_UP = 3  # steps before `audit_syncs` starts to watch
-STEPS = 10  # steps that it watches
-NEVER = 2**31
+WARM_UP = 3  # number of steps before `audit_syncs` starts to watch
+STEPS = 10  # number of steps that it watches
+NEVER = 2**31  # more steps than a run has
 
 
 class AuditDone(Exception):
-    """Ends training after the audit has seen enough."""
+    """Ends training when the audit is complete."""
 
 
 def devices(options: argparse.Namespace) -> bool:
-    """Prints the devices of a step's tensors; returns whether all are correct."""
+    """Prints the devices of the tensors of a step; returns whether all are correct."""
     return audit("devices", max(1, torch.cuda.device_count()), options)
 
 
 def syncs(options: argparse.Namespace) -> bool:
-    """Prints what waits for the device in a step; returns whether nothing does."""
+    """Prints the operations of a step that make the host wait; returns whether there are none."""
     return audit("syncs", 1, options)
 
 
@@ -49,7 +52,7 @@ def audit(name: str, world_size: int, options: argparse.Namespace) -> bool:
     arguments = ["audit-worker", name, *options.arguments]
     status, output = launch(world_size, arguments, options.timeout, cpu=False)
     if status:
-        raise RuntimeError(f"the check failed:\n{output}")
+        raise RuntimeError(f"the training steps of this check failed:\n{output}")
     print(output, end="")
     return "MISPLACED" not in output and "WAITS" not in output
 
@@ -127,7 +130,7 @@ def record_tensors(found: dict[str, Any]) -> None:
 
 
 def placement(found: dict[str, Any], device: torch.device) -> list[str]:
-    """Returns the device, a line for each kind of tensor, and a line for each misplaced tensor."""
+    """Returns lines: the correct device, the devices of each kind of tensor, misplaced tensors."""
     kinds: dict[str, Counter] = {}
     misplaced = []
     for kind, path, tensor in tensors(found):
@@ -142,7 +145,7 @@ def placement(found: dict[str, Any], device: torch.device) -> list[str]:
 
 
 def tensors(found: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields kind, full path and tensor of everything that a step uses."""
+    """Yields kind, full path and tensor of each tensor that a step uses."""
     names = {parameter: name for name, parameter in found["model"].named_parameters()}
     for name, value in found.items():
         if isinstance(value, nn.Module):
@@ -158,7 +161,7 @@ def tensors(found: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def module_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields kind, full path and tensor of parameters, gradients and buffers."""
+    """Yields kind, full path and tensor of each parameter, gradient and buffer of a module."""
     for path, parameter in module.named_parameters():
         yield f"{name} parameters", f"{name}.{path}", parameter
         if parameter.grad is not None:
@@ -168,7 +171,7 @@ def module_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, str, Ten
 
 
 def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full path and the tensor of each tensor in nested batches, mappings and lists."""
+    """Yields the full path of each tensor in nested batches, mappings and lists, and the tensor."""
     if isinstance(value, Data):
         value = value.to_dict()
     if isinstance(value, Tensor):
@@ -183,9 +186,9 @@ def nested_tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 # ---- Waiting -------------------------------------------------------------------------------------
 def audit_syncs(config: Config, ddp: Distributed) -> None:
-    """Prints the lines that make the host wait in ten steps.
+    """Prints the lines of code that make the host wait in ten steps.
 
-    The ends of epochs, which log and save, are left out.
+    The ends of epochs are not watched, because logging and saving must wait.
     """
     watch = WatchOnGPU() if ddp.device.type == "cuda" else WatchOnCPU(ddp)
     places = Counter()
@@ -222,13 +225,16 @@ def audit_syncs(config: Config, ddp: Distributed) -> None:
         for (place, what), count in sorted(places.items()):
             print(f"  WAITS  {place}: {what}, in {count} of {STEPS} steps")
         if not places:
-            print("  no operation waits for the device")
+            print("  no operation makes the host wait")
         return
-    raise RuntimeError("an epoch has too few steps for this check: decrease data.batch_size")
+    raise RuntimeError("the epochs have too few steps for this check: decrease data.batch_size")
 
 
 class WatchOnCPU(CountSynchronisations):
-    """Records operators that would make the host wait on a GPU, except those on host data."""
+    """Records operators that would make the host wait for a GPU.
+
+    Operators are ignored in the phases `data` and `agreement`, whose data are on the host.
+    """
 
     def __init__(self, ddp: Distributed):
         super().__init__()
@@ -281,7 +287,7 @@ class WatchOnGPU:
 
 
 def caller() -> str:
-    """Returns the file and line of the innermost frame in the template's own modules."""
+    """Returns the file and line of the innermost call in a module next to train.py."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
     if not frames:
         return "outside"

@@ -1,4 +1,7 @@
-"""`python -m tests.check rows` and `trace`: rows that cause a non-finite step, times of steps."""
+"""`python -m tests.check rows` finds rows that cause a step that is not finite.
+
+`python -m tests.check trace` shows how the steps of a run spent their time.
+"""
 
 import argparse
 import json
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from ddp_setup import Distributed, setup
-from errors import UserError
+from errors import UserError, counted
 from evaluate import compute_rows, evaluation_batch_size, predict_rows
 from run_checkpoint import load_model
 from run_folder import RunFolder
@@ -20,17 +23,18 @@ from task import KnockoutTask
 from train import autocast, read_config
 
 SPLITS = ("train", "val", "test")
-SHOWN = 20  # largest number of bad rows that are printed
-LARGEST = 5  # number of rows that are printed if none is bad
-WORST = 3  # largest number of scores that are printed for a row
+SHOWN = 20  # largest number of bad rows to print
+LARGEST = 5  # number of rows to print if no row is bad
+WORST = 3  # largest number of scores to print for each row
 PHASES = ("data", "forward", "backward", "optimiser", "agreement", "evaluation", "save")
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
 def rows(options: argparse.Namespace) -> bool:
-    """Prints the rows whose loss under the newest model is not finite.
+    """Prints the rows whose loss is not finite with the model of the newest checkpoint.
 
-    Returns whether there are none.
+    If there are no such rows, it prints the training rows with the largest losses, and returns
+    True. Otherwise, it returns False.
     """
     config = read_config(options.arguments)
     ddp = setup(Distributed(config.ddp))
@@ -39,7 +43,10 @@ def rows(options: argparse.Namespace) -> bool:
     model = newest_model(task, ddp).to(ddp.device, config.optim.dtype)
     broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
     if broken:
-        print(f"the model has non-finite weights, so no row can be blamed: {', '.join(broken)}")
+        print(
+            "the model has parameters that are not finite, so the cause cannot be traced to rows: "
+            f"{', '.join(broken)}"
+        )
         return False
 
     model.eval()
@@ -50,12 +57,15 @@ def rows(options: argparse.Namespace) -> bool:
     loss_of_row = losses.sum(dim=1)
     bad = (~loss_of_row.isfinite()).nonzero().flatten()
     if len(bad):
-        print(f"{len(bad)} of {len(chosen)} rows (numbered from 0) have a non-finite loss:")
+        print(
+            f"rows whose loss is not finite: {len(bad)} of {len(chosen)}. Rows are numbered from "
+            f"0.{f' The first {SHOWN} are:' if len(bad) > SHOWN else ''}"
+        )
         shown = bad[:SHOWN]
     else:
         print(
-            "all losses are finite. If the gradient of a step is not, lower optim.lr. Training "
-            "rows with the largest losses:"
+            "all losses are finite. If the gradient of a step is not finite, decrease optim.lr. "
+            "The training rows with the largest losses are:"
         )
         order = loss_of_row[: len(of_split["train"])].argsort(descending=True)
         shown = order[:LARGEST]
@@ -70,10 +80,10 @@ def rows(options: argparse.Namespace) -> bool:
 
 
 def losses_of_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
-    """Returns the loss of each score of n rows, float64 [n, T], 0 for scores without weight.
+    """Returns the loss of each score of n rows, float64 [n, T], 0 for scores with weight 0.
 
-    The loss of a batch is the sum of the losses times their weights. Each loss is therefore the
-    derivative by its weight.
+    The loss of a batch is the weighted sum of the losses of its scores. The loss of a score is
+    therefore the derivative of this sum with respect to its weight.
     """
 
     def losses(batch: Data) -> Tensor:
@@ -88,7 +98,7 @@ def losses_of_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Dist
 
 
 def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
-    """Returns the model of the run's newest checkpoint or, if there is none, of its start."""
+    """Returns the model of the run's newest checkpoint, or the initial model if there is none."""
     with ddp.sync_errors():
         model = task.build_model()
         folder = RunFolder(task.config, ddp, task.origin({}))
@@ -102,10 +112,15 @@ def newest_model(task: KnockoutTask, ddp: Distributed) -> nn.Module:
 
 
 def describe_row(task: KnockoutTask, row: int, output: Tensor, losses: Tensor) -> str:
-    """Returns a text with a row's nodes and the scores with its largest losses, [T].
+    """Returns a text with the nodes of a row, and its scores and predictions with large losses.
 
-    `output` is the model's output for the row. The text is "" for a task without tables of
-    knock-outs.
+    The text is "" for a task without tables of knock-outs.
+
+    Args:
+        task: the task.
+        row: number of the row.
+        output: the model's output for the row, [T, C].
+        losses: the loss of each score of the row, [T].
     """
     if not hasattr(task, "tables"):
         return ""
@@ -122,19 +137,25 @@ def describe_row(task: KnockoutTask, row: int, output: Tensor, losses: Tensor) -
 
 # ---- Traces --------------------------------------------------------------------------------------
 def trace(options: argparse.Namespace) -> None:
-    """Prints where the time went in the steps that `log.profile_steps` traced, over all ranks."""
+    """Prints how the steps that `log.profile_steps` traced spent their time, and the slowest rank.
+
+    The shares are means over all ranks.
+    """
     if len(options.arguments) != 1:
-        raise UserError("trace needs one run folder, such as runs/default")
+        raise UserError("trace needs one run folder: give its path, such as runs/default")
     folder = Path(options.arguments[0])
-    times = {}  # {rank: its times}
+    times = {}  # {"rank0": result of `read_trace`}
     for path in folder.glob("trace.rank*.json"):
         rank = path.name.removeprefix("trace.").removesuffix(".json")
         times[rank] = read_trace(path)
     if not times:
-        raise UserError(f"{folder} contains no trace.rank*.json: train with log.profile_steps=5")
+        raise UserError(
+            f"{folder} does not contain trace.rank*.json: train with log.profile_steps=5"
+        )
     names = next(iter(times.values()))
     mean = {name: statistics.mean(time[name] for time in times.values()) for name in names}
-    print(f"{mean['steps']:g} steps of {mean['step']:.1f} ms, mean of {len(times)} ranks:")
+    steps = counted(round(mean["steps"]), "step")
+    print(f"{steps} of {mean['step']:.1f} ms, mean of {counted(len(times), 'rank')}:")
     for name in (*PHASES, "rest"):
         print(f"  {name:10s} {100 * mean[name] / mean['step']:5.1f} %")
     print(
@@ -146,30 +167,31 @@ def trace(options: argparse.Namespace) -> None:
     }
     slowest = max(work, key=work.get)
     print(
-        f"slowest: {slowest} with {work[slowest]:.1f} ms of its own work per step; the median is "
-        f"{statistics.median(work.values()):.1f} ms"
+        f"slowest: {slowest} with {work[slowest]:.1f} ms of work per step (median of all "
+        f"ranks: {statistics.median(work.values()):.1f} ms)"
     )
     print(
-        "to see details, open the traces in ui.perfetto.dev; on GPUs, the times of phases are "
-        "those of the host, which runs ahead of the device"
+        "To see details, open the traces in ui.perfetto.dev. On GPUs, the times of phases are "
+        "times of the host, which runs ahead of the GPU."
     )
 
 
 def read_trace(path: Path) -> dict[str, float]:
-    """Returns the number of steps in a rank's trace, and times per step in ms.
+    """Returns the number of steps in the trace of a rank, and several times per step in ms.
 
-    The times are in total, per phase, outside phases, and for exposed communication.
+    The keys are `steps`; `step`, the complete time; each of `PHASES`; `rest`, the time outside
+    phases; and `exposed`, the time of communication that does not overlap with computation.
     """
     spans = read_spans(path)
     num_steps = len(spans["ProfilerStep"])
     if not num_steps:
         raise UserError(
-            f"{path} contains no complete step: set log.profile_steps to less than the number of "
-            "steps of the run minus 3"
+            f"{path} does not contain a complete step: set log.profile_steps to at most the number "
+            "of steps of the run minus 4"
         )
     busy = spans["device"]
     exchange = spans["nccl"]
-    if not busy:  # a CPU trace, in which agreement is a separate phase, not exposed communication
+    if not busy:  # in a trace of a CPU, agreement is not exposed communication, but its own phase
         busy = spans["host"] + spans["agreement"]
         exchange = spans["gloo"]
     length = {"step": covered(spans["ProfilerStep"])}
@@ -182,21 +204,24 @@ def read_trace(path: Path) -> dict[str, float]:
 
 
 def read_spans(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Returns the start and end of each event in a trace, in microseconds, by its `kind`."""
+    """Returns {kind: [(start, end), ...]} of the events in a trace, in microseconds."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     try:
         for event in json.loads(path.read_text())["traceEvents"]:
             if event["ph"] == "X":
                 spans[kind(event)].append((event["ts"], event["ts"] + event["dur"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a readable trace: {error}") from None
+        raise UserError(
+            f"cannot read the trace {path}: {error}: remove it, and train with log.profile_steps=5"
+        ) from None
     return spans
 
 
 def kind(event: dict) -> str:
-    """Returns `ProfilerStep`, a phase, `gloo`, `nccl`, `device`, `host`, or "".
+    """Returns the kind of an event, or "" for other events.
 
-    `device` is for kernels and copies, and `host` for operators.
+    The kind is `ProfilerStep`, a phase, `gloo`, `nccl`, `device` for kernels and copies on a GPU,
+    or `host` for operators.
     """
     category = event.get("cat")
     name = event["name"]

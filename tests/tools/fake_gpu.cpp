@@ -1,5 +1,5 @@
-// Lets a build of PyTorch for CPUs know CUDA devices, on which nothing happens: see fake_gpu.py.
-// Until `show_fake_gpus` is called, there are none, as without this library.
+// Makes a build of PyTorch for CPUs report CUDA devices, on which nothing happens: see fake_gpu.py.
+// Until `show_fake_gpus` is called, PyTorch reports no devices, as without this library.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -9,7 +9,7 @@ static bool are_shown = false;
 
 using Guard = c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>;
 
-// torch finds it by its name.
+// torch finds this class by its registered name.
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}

@@ -1,17 +1,26 @@
-"""GPUs that are not there: tensors on the CPU that say they lie on cuda:0, with real numbers.
+"""Simulated GPUs: runs a command as on a GPU, but on the CPU, to find errors without a GPU.
 
     python -m tests.tools.fake_gpu train.py [section.key=value ...]
     torchrun --standalone --nproc_per_node=2 -m tests.tools.fake_gpu train.py ...
 
-Commands run as they are, with autograd, autocast, fused AdamW, DDP over gloo, and CUDA graphs by
-the stand-in of `graphs`. As on a GPU, an operator that mixes devices raises, a copy from the host
-in a capture, and a replay that reads what was freed; fresh memory holds nan. So does what makes the
-host wait in an epoch, but for the first step, the log, checkpoints and agreements of ranks, and, in
-deterministic mode, what is not deterministic on a GPU.
+Tensors report that they are on cuda:0, and have real numbers. Commands run unchanged, with
+autograd, autocast, fused AdamW, DDP over gloo, and the simulated CUDA graphs of `graphs`.
 
-It cannot show memory, streams, speed, NCCL, what kernels refuse or how they round, and `p.data =
-other`. A library that `fake_gpu_library` compiles tells torch, in a build for CPUs alone, that
-there are devices; `GPUTensor` runs each operator on the tensor that it holds.
+The following raise an error:
+
+- an operator that mixes devices, as on a GPU
+- a copy from the host while steps are captured, as on a GPU
+- a replay that reads memory that has been freed; a GPU would read arbitrary numbers
+- an operation that makes the host wait in an epoch. Only the first step, the log, checkpoints and
+  the agreements of ranks may wait
+- in deterministic mode, an operation that is not deterministic on a GPU
+
+New memory contains nan, so that reading it before it is written becomes visible.
+
+The simulation cannot show memory use, streams, speed, NCCL, the limits and rounding of kernels, and
+`p.data = other`. It needs a build of torch for CPUs only. A library that `fake_gpu_library`
+compiles makes this torch believe that there are GPUs, and `GPUTensor` runs each operator on the CPU
+tensor that it contains.
 """
 
 # ruff: noqa: E402 (the library is loaded before torch is imported)
@@ -43,10 +52,13 @@ from tests.syncs import waits
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CPU = torch.device("cpu")
-MEMORY = 2**36  # bytes of each GPU, all of them free
+MEMORY = 2**36  # memory of each GPU in bytes, all of it free
 MAY_CROSS_DEVICES = ("aten.copy_.default", "aten._to_copy.default")
-WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")  # on a different device
+# Operators that do not accept tensors of a single number on a different device.
+WITHOUT_NUMBERS = ("aten.stack.", "aten.embedding.", "aten.index_select.")
+# Operators that return memory that has not been written.
 FRESH = ("aten.empty.", "aten.empty_like.", "aten.empty_strided.", "aten.new_empty")
+# Operators that are not deterministic on a GPU.
 UNSTEADY = ("aten.index_reduce", "aten.put_.", "aten.kthvalue.", "aten.median.dim", "aten.histc.")
 UNSTEADY += ("aten._embedding_bag", "aten.grid_sampler", "aten.nll_loss2d")
 INDEXED = ("aten.index.Tensor", "aten.index_put.", "aten.index_put_.", "aten._index_put_impl_.")
@@ -56,11 +68,11 @@ class State:
     """The state of this process's simulated GPUs."""
 
     current = 0  # number of the current GPU
-    may_wait = True
+    may_wait = True  # whether the host may wait for a GPU
 
 
 class GPUTensor(Tensor):
-    """A tensor on a GPU that does not exist; `value` is the same tensor on the CPU."""
+    """A tensor on a simulated GPU. `value` is the CPU tensor with its numbers."""
 
     @staticmethod
     def __new__(cls, value: Tensor, device: torch.device, requires_grad: bool = False):
@@ -125,7 +137,7 @@ class GPUTensor(Tensor):
 
 
 class FakeGPUs(TorchDispatchMode):
-    """In the block, tensors that are created on a GPU are `GPUTensor`s."""
+    """Makes each tensor that is created on a GPU in the `with` block a `GPUTensor`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -137,7 +149,7 @@ class FakeGPUs(TorchDispatchMode):
 
 # ---- Operators -----------------------------------------------------------------------------------
 def call(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Calls an operator with tensors on a GPU, or with a result on a GPU."""
+    """Calls an operator that reads tensors on a GPU, or that has a result on a GPU."""
     name = str(func)
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, GPUTensor)]
@@ -176,7 +188,7 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def call_on_cpu(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns the result of an operator for the values of its arguments."""
+    """Returns the result of an operator for the CPU tensors of its arguments."""
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": CPU}
 
@@ -209,9 +221,10 @@ def is_unsteady(name: str, args: tuple, on_gpu: Sequence[Tensor]) -> bool:
 
 
 def check_devices(name: str, args: tuple, tensors: Sequence[Tensor]) -> None:
-    """Raises an error if devices are mixed, as a GPU does; scalars may be on any device.
+    """Raises `RuntimeError` if an operator mixes devices, as on a GPU.
 
-    A tensor on a GPU may be indexed with a tensor on the CPU, but the host waits for that.
+    A tensor of a single number may be on the CPU. A tensor on a GPU may be indexed with a tensor on
+    the CPU, but this makes the host wait.
     """
     first = args[0] if args else None
     if name.startswith(INDEXED) and isinstance(first, GPUTensor):
@@ -234,7 +247,7 @@ def is_one_of(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def check_copy(name: str, args: tuple, kwargs: dict, device: torch.device) -> None:
-    """Records that the host waits for a copy to or from a GPU that is not asynchronous."""
+    """Calls `wait` if a copy between the host and a GPU is not asynchronous."""
     source = args[1] if name == "aten.copy_.default" else args[0]
     if (source.device == CPU) == (device == CPU):
         return
@@ -250,7 +263,7 @@ def is_gpu(device: Any) -> bool:
 
 
 def resolved(device: torch.device | str) -> torch.device:
-    """Returns a device with its number; raises `RuntimeError` for a GPU that is not simulated."""
+    """Returns a device with its index; raises `RuntimeError` if there is no GPU of this index."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", State.current)
@@ -260,7 +273,7 @@ def resolved(device: torch.device | str) -> torch.device:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Returns a copy in pinned memory; it replaces `Tensor.pin_memory`."""
+    """Replaces `Tensor.pin_memory`: returns a copy that is marked as pinned."""
     copy = tensor.clone()
     copy.untyped_storage().is_pinned_here = True
     return copy
@@ -269,7 +282,7 @@ def pinned(tensor: Tensor) -> Tensor:
 # ---- Waiting -------------------------------------------------------------------------------------
 @contextmanager
 def no_waiting(may_wait: bool = False) -> Iterator[None]:
-    """In the block, operators that make the host wait for a GPU raise, unless `may_wait` is set."""
+    """Makes operators that wait for a GPU raise in the `with` block, unless `may_wait` is set."""
     before = State.may_wait
     State.may_wait = may_wait
     try:
@@ -279,12 +292,12 @@ def no_waiting(may_wait: bool = False) -> Iterator[None]:
 
 
 def wait(name: str) -> None:
-    """Raises an error if the host must not wait."""
+    """Reports that the operation `name` waits for a GPU; raises `RuntimeError` if it must not."""
     if State.may_wait:
         return
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.endswith("nn/parallel/distributed.py"):
-            return  # DDP itself, whose numbers gloo reads on the CPU
+            return  # DDP waits because gloo reads gradients on the CPU, unlike NCCL
         is_ours = frame.filename.startswith(ROOT) and "site-packages" not in frame.filename
         if is_ours and frame.filename != __file__:
             raise RuntimeError(
@@ -295,10 +308,13 @@ def wait(name: str) -> None:
 
 # ---- torch, and the template ---------------------------------------------------------------------
 def install() -> None:
-    """Makes this process see one GPU for each rank of this machine, until it exits."""
+    """Makes this process use simulated GPUs until it exits, one for each rank of this machine."""
     LIBRARY.show_fake_gpus()
     if torch.accelerator.current_accelerator() is None:
-        raise RuntimeError("torch was imported before the library of fake_gpu was loaded")
+        raise RuntimeError(
+            "torch was imported before the library of fake_gpu was loaded: import "
+            "tests.tools.fake_gpu first"
+        )
     replace_in_cuda(count=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     Tensor.pin_memory = pinned
@@ -308,7 +324,7 @@ def install() -> None:
     torch.load = loading(torch.load)
     torch.sparse_csr_tensor = sparse_csr_tensor(torch.sparse_csr_tensor)
     torch.distributed.is_nccl_available = lambda: False
-    # It measures times with CUDA events.
+    # This function measures times with CUDA events.
     torch.distributed.Logger.set_runtime_stats_and_log = lambda logger: None
     replace_in_template()
     FakeGPUs().__enter__()
@@ -356,7 +372,10 @@ def replace_in_cuda(count: int) -> None:
 
 
 def copying(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a replacement of a function like `torch.tensor`, which copies without an operator."""
+    """Returns a replacement for a function such as `torch.tensor`.
+
+    Such a function copies numbers to a GPU without an operator that `FakeGPUs` could see.
+    """
 
     def replacement(data: Any, *arguments: Any, device: Any = None, **options: Any) -> Tensor:
         if not is_gpu(device) or isinstance(data, GPUTensor):
@@ -368,7 +387,7 @@ def copying(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of `torch.load`, which creates tensors without an operator."""
+    """Returns a replacement for `torch.load`, which creates tensors without an operator."""
 
     def replacement(file: Any, map_location: Any = None, **options: Any) -> Any:
         if not is_gpu(map_location):
@@ -383,7 +402,7 @@ def loading(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a replacement of `torch.sparse_csr_tensor`, which requires a real GPU."""
+    """Returns a replacement for `torch.sparse_csr_tensor`, which requires a real GPU."""
 
     def replacement(ptr: Tensor, col: Tensor, value: Tensor, *arguments: Any, **options: Any):
         parts = (ptr, col, value)
@@ -397,7 +416,7 @@ def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replace_in_template() -> None:
-    """Replaces CUDA graphs with the stand-in, and watches epochs and captures for waits."""
+    """Replaces CUDA graphs with simulated ones, and watches epochs and captures for waits."""
     import train
     from ddp_setup import Distributed
     from run_folder import RunFolder
@@ -420,7 +439,7 @@ def replace_in_template() -> None:
     graphs.Recording.__exit__ = end
 
     train.train_epoch = watched(train.train_epoch, may_wait=[])
-    # The first step creates much of the state.
+    # The first step may wait, because it creates much of the state.
     train.train_step = watched(train.train_step, may_wait=[True])
     always = itertools.repeat(True)
     for owner, name in ((train.Meter, "read"), (RunFolder, "save"), (Distributed, "stop_reason")):
@@ -428,7 +447,10 @@ def replace_in_template() -> None:
 
 
 def watched(function: Callable[..., Any], may_wait: Iterable[bool]) -> Callable[..., Any]:
-    """Returns a function that may wait only in those of its first calls that `may_wait` allows."""
+    """Returns the function, so that it may wait only in the calls that `may_wait` allows.
+
+    `may_wait` has a value for each of the first calls. Later calls may not wait.
+    """
     answers = iter(may_wait)
 
     def replacement(*arguments: Any, **options: Any) -> Any:

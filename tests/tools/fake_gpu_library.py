@@ -1,6 +1,7 @@
-"""The C++ part of `fake_gpu`, which torch must find when it is imported.
+"""Compiles and loads the C++ library of the simulated GPU, `fake_gpu.cpp`.
 
-`load` must therefore be called before `import torch`, and this module does not import torch.
+torch must find the library when it is imported. `load` must therefore be called before `import
+torch`, and this module does not import torch.
 """
 
 import ctypes
@@ -22,18 +23,20 @@ def load() -> ctypes.CDLL:
 
 
 def build() -> Path:
-    """Returns the file of the library, which is compiled once for each version of torch.
+    """Returns the file of the library, and compiles it if there is none for this version of torch.
 
-    This takes about ten seconds. Raises `RuntimeError` if there is no compiler, or if torch was
-    built with CUDA.
+    Compiling takes about ten seconds.
+
+    Raises:
+        RuntimeError: torch was built with CUDA, there is no compiler, or the compiler failed.
     """
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
     if (torch_folder / "lib" / "libtorch_cuda.so").exists():
         raise RuntimeError(
-            "a GPU can be simulated only with PyTorch for CPUs, but this one has CUDA"
+            "cannot simulate a GPU, because this PyTorch was built with CUDA: use a build for CPUs"
         )
     if shutil.which("g++") is None:
-        raise RuntimeError("simulating a GPU needs a small library: install g++ to compile it")
+        raise RuntimeError("cannot simulate a GPU without a C++ compiler: install g++")
     version = (torch_folder / "version.py").read_text()
     digest = hashlib.sha256(f"{torch_folder} {version} {SOURCE.read_text()}".encode()).hexdigest()
     library = Path(tempfile.gettempdir()) / f"fake_gpu_{os.getuid()}_{digest[:16]}.so"
@@ -51,5 +54,5 @@ def compile_library(library: Path, torch_folder: Path) -> None:
     command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu"]
     result = subprocess.run([*command, "-o", str(unfinished)], stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        raise RuntimeError(f"cannot compile {SOURCE.name} to simulate a GPU: {result.stderr}")
+        raise RuntimeError(f"cannot simulate a GPU: g++ failed for {SOURCE.name}: {result.stderr}")
     unfinished.rename(library)

@@ -1,4 +1,4 @@
-"""`python -m tests.check faults`: the faults that are injected into runs, and their outcomes."""
+"""`python -m tests.check faults`: causes faults in runs, and checks that nothing is lost."""
 
 import argparse
 import contextlib
@@ -39,8 +39,7 @@ from tests.tools.runs import (
     zero_a_block,
 )
 
-# A run has two epochs of four steps, and saves a checkpoint every three steps and at the ends of
-# epochs.
+# A run has two epochs of four steps. It saves a checkpoint every three steps and after each epoch.
 STEP_OF_SAVE = 6
 EPOCH_END = 4
 LAST_STEP = 8
@@ -50,25 +49,25 @@ BALLAST = "ballast"  # the file that fills the disk
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: `action` happens to `rank` when it enters `phase` after `step` completed steps.
+    """A fault, which happens when `rank` enters `phase` after `step` completed steps.
 
-    It happens in the first of two runs.
+    The run is launched twice. The fault happens in the first launch, and the second launch resumes.
     """
 
     name: str
-    action: str
+    action: str  # what happens: the name of a signal, or an action of `inject`
     phase: str = "forward"
     step: int = 5
     rank: int = 1
-    state: str = "failed"  # expected in status.json after the first run
-    prints: str = ""  # expected in the output of the first run
-    arguments: tuple[str, ...] = ()  # overrides for both runs
-    torchrun: tuple[str, ...] = ()  # options for the first run
-    repair: Callable[[Path], None] = lambda folder: None  # called between the two runs
-    again_prints: str = ""  # expected in the output of the second run
+    state: str = "failed"  # state in status.json that is expected after the first launch
+    prints: str = ""  # text that is expected in the output of the first launch
+    arguments: tuple[str, ...] = ()  # options of train.py for both launches
+    torchrun: tuple[str, ...] = ()  # options of torchrun for the first launch
+    repair: Callable[[Path], None] = lambda folder: None  # called between the two launches
+    again_prints: str = ""  # text that is expected in the output of the second launch
     ranks: int = 2
-    again_ranks: int = 0  # number of ranks of the second run; 0: the same
-    part: str = ""  # the module without which the run prints something else
+    again_ranks: int = 0  # number of ranks of the second launch; 0: as many as in the first
+    part: str = ""  # module of an optional part that the expected output needs
 
 
 KILLED = {"prints": "another rank was killed or cannot be reached"}
@@ -236,7 +235,7 @@ FAULTS = [
 def faults(options: argparse.Namespace) -> bool:
     """Prints the outcome of each fault.
 
-    Returns whether every run, after a restart, ends with the result of an undisturbed run.
+    Returns whether every run, after its second launch, has the result of an undisturbed run.
     """
     here = [fault for fault in FAULTS if not fault.part or is_here(fault.part)]
     chosen = [fault for fault in here if options.only in fault.name]
@@ -260,21 +259,24 @@ def faults(options: argparse.Namespace) -> bool:
                 print(f"FAIL  {fault.name:52s} {problem}", flush=True)
             else:
                 num_passed += 1
-                outcome = f"{fault.state}, then the same result as undisturbed; {seconds:.0f} s"
+                outcome = f"{fault.state}, then resumed to the same result; {seconds:.0f} s"
                 print(f"PASS  {fault.name:52s} {outcome}", flush=True)
-    print(f"after {num_passed} of {len(chosen)} faults, nothing was lost")
+    print(f"faults after which nothing was lost: {num_passed} of {len(chosen)}")
     return num_passed == len(chosen) > 0
 
 
 def on_gpus(fault: Fault) -> Fault:
-    """Returns the fault as on GPUs: a rank may silently wait in NCCL for a killed one."""
+    """Returns the fault for a run on GPUs, which may print no message after a kill.
+
+    There, a rank may wait in NCCL for a killed rank until it is ended itself.
+    """
     return replace(fault, prints="") if fault.prints == KILLED["prints"] else fault
 
 
 def run_fault(
     fault: Fault, folder: Path, reference: Path, arguments: list[str], launch: Callable
 ) -> str:
-    """Runs with the fault, then without it; returns what is wrong with the outcome, or ""."""
+    """Launches a run with the fault, then without it; returns a problem of the outcome, or ""."""
     arguments = [*arguments, f"run.name={folder.name}"]
     place = [fault.rank, fault.step, fault.phase, fault.action]
     status, output = launch(
@@ -288,17 +290,20 @@ def run_fault(
         return problem
     if "skip" in fault.name:
         skipped = [row["skipped"] for row in series(folder) if "skipped" in row]
-        return "" if skipped == [0] * 5 + [1] * 3 else f"skipped steps in metrics.jsonl: {skipped}"
+        return "" if skipped == [0] * 5 + [1] * 3 else f"wrong skipped in metrics.jsonl: {skipped}"
     fault.repair(folder)
     ranks = fault.again_ranks or fault.ranks
     status, output = launch(ranks, arguments)
     if status or fault.again_prints not in output:
-        return f"exit status {status} of the second run:\n{output}"
+        return f"exit status {status} of the second launch:\n{output}"
     return lost(folder, reference, 0.0 if ranks == fault.ranks else TOLERANCE)
 
 
 def lost(folder: Path, reference: Path, tolerance: float) -> str:
-    """Returns what differs from an undisturbed run, including best.pt, or ""."""
+    """Returns a text that names a difference from an undisturbed run, or "".
+
+    It compares the last checkpoint, the metrics and best.pt.
+    """
     problem = difference(folder, reference, tolerance)
     if problem:
         return problem
@@ -306,35 +311,35 @@ def lost(folder: Path, reference: Path, tolerance: float) -> str:
     expected = torch.load(reference / "checkpoints/best.pt", weights_only=True)
     if best["step"] != expected["step"]:
         return (
-            f"best.pt is of step {best['step']}, but that of the undisturbed run is of step "
-            f"{expected['step']}"
+            f"best.pt is of step {best['step']}, but of step {expected['step']} in the undisturbed "
+            "run"
         )
     for name, value in expected["model"].items():
         norm = value.double().norm()
         if not relative_difference(best["model"][name], value, norm) <= tolerance:
-            return f"{name} in best.pt differs from that of the undisturbed run"
+            return f"{name} in best.pt differs from the undisturbed run"
     return ""
 
 
 def problem_of_first_run(fault: Fault, folder: Path, status: int, output: str) -> str:
-    """Returns what is wrong with the end of the run that had the fault, or ""."""
+    """Returns a problem of how the launch with the fault ended, or ""."""
     path = folder / "status.json"
     state = json.loads(path.read_text())["state"] if path.exists() else "none"
     left = orphans(folder)
     if left:
-        return f"processes {left} are still running:\n{output}"
+        return f"processes are still running, with the ids {left}:\n{output}"
     if not (folder / "fault").exists():
         return f"the fault was not injected:\n{output}"
     is_clean = state == "finished" or (state == "stopped" and "torchrun" not in fault.action)
     if state != fault.state or (status == 0) != is_clean:
-        return f"exit status {status}, state {state}:\n{output}"
+        return f"exit status {status}, state {state} in status.json:\n{output}"
     if fault.prints not in output:
         return f"'{fault.prints}' is missing from the output:\n{output}"
     return ""
 
 
 def orphans(folder: Path) -> list[int]:
-    """Kills and returns the workers that are still alive ten seconds after the first run."""
+    """Waits ten seconds for the workers of the first launch; kills and returns the rest."""
     pids = [int(path.read_text()) for path in folder.glob("pid.*")]
     alive = pids
     for _ in range(100):
@@ -348,9 +353,10 @@ def orphans(folder: Path) -> list[int]:
 
 # ---- In the processes of a run -------------------------------------------------------------------
 def fault_worker(parent: str, arguments: list[str]) -> None:
-    """Runs `train.main` on few rows of the user's tables, with the faults in FAULTS.
+    """Runs `train.main` on few rows of the user's tables, with the faults that FAULTS lists.
 
-    FAULTS is an environment variable. The last of the arguments is the run's name.
+    FAULTS is an environment variable, with the `faults` of `arm` in JSON. The last of the
+    `arguments` is `run.name=NAME`.
     """
     settings = {
         "run.dir": parent,
@@ -372,12 +378,12 @@ def fault_worker(parent: str, arguments: list[str]) -> None:
 
 
 def arm(folder: Path, faults: dict[Path, list]) -> None:
-    """Injects each fault when its rank enters its phase after its number of steps.
+    """Makes each fault happen when its rank enters its phase after its number of steps.
 
     `faults` maps the path of each fault's mark to [rank, step, phase, action]. The mark is a file
-    that is written when the fault happens, so that it does not happen again if torchrun restarts
-    the workers. It contains the seconds since the last checkpoint, and the longest duration of a
-    hang.
+    that is written when the fault happens. The fault therefore does not happen again if torchrun
+    restarts the workers. The mark contains two numbers: the seconds since the last checkpoint, and
+    the seconds after which a hanging rank is ended.
     """
     folder.mkdir(exist_ok=True)
     for mark in faults:
@@ -391,7 +397,7 @@ def arm(folder: Path, faults: dict[Path, list]) -> None:
                 lost_s = time.time() - max(start, last_save(folder))
                 mark.write_text(json.dumps([lost_s, ddp.limit_s]))
                 context = phase_of(ddp, name)
-                context.__enter__()  # so that hang reports name this phase
+                context.__enter__()  # so that the report of a hang names this phase
                 inject(action, folder, mark.parent, ddp.heartbeat.step)
         return phase_of(ddp, name)
 
@@ -399,7 +405,7 @@ def arm(folder: Path, faults: dict[Path, list]) -> None:
 
 
 def last_save(folder: Path) -> float:
-    """Returns the time when the newest checkpoint was written, 0 if there is none."""
+    """Returns the time at which the newest checkpoint was written, 0 if there is no checkpoint."""
     latest = 0.0
     for path in folder.glob("checkpoints/step_*.pt"):
         with contextlib.suppress(FileNotFoundError):  # rank 0 may have removed it
@@ -442,7 +448,7 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
         spoil_the_weights_of_checkpoints()
     elif action == "raise":
         raise ZeroDivisionError("injected")
-    elif action == "bad index":  # a GPU reports this error later, and NCCL may end the process
+    elif action == "bad index":  # on a GPU, the error is reported later, or NCCL ends the process
         first = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
         first[first.long() + 7]
     elif action == "sleep":
@@ -452,7 +458,7 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
 
 
 def kill_all(marks: Path) -> None:
-    """Kills all ranks, this one last."""
+    """Kills all ranks; this rank is the last one."""
     others = [int(path.read_text()) for path in marks.glob("pid.*")]
     others.remove(os.getpid())
     for pid in (*others, os.getpid()):
@@ -460,7 +466,7 @@ def kill_all(marks: Path) -> None:
 
 
 def fill_the_disk(folder: Path) -> None:
-    """Writes a file until the disk is full."""
+    """Writes the file `BALLAST` until the disk is full."""
     block = bytes(2**20)
     with contextlib.suppress(OSError), (folder / BALLAST).open("wb") as file:
         while True:
@@ -469,14 +475,14 @@ def fill_the_disk(folder: Path) -> None:
 
 
 def half_a_save(state: dict, file: BinaryIO) -> None:
-    """Replaces `torch.save`: writes half of a file, and kills this process."""
+    """Replaces `torch.save`: writes an incomplete file, and kills this process."""
     file.write(b"half of it")
     file.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def replace_and_die(source: Path, target: Path) -> None:
-    """Replaces `os.replace`: kills this process after best.pt has been written."""
+    """Replaces `os.replace`: kills this process after it has written best.pt."""
     os.rename(source, target)
     if Path(target).name == "best.pt":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,13 +1,13 @@
-"""CUDA graphs on the CPU: replaces `make_graphed_callables` and `torch.cuda.graph`.
+"""Simulated CUDA graphs on the CPU, which replace `make_graphed_callables` and `torch.cuda.graph`.
 
 A replay calls the recorded operators again, on the same memory, with the numbers that Python passed
 to them. As on a GPU, each replay overwrites static inputs, outputs and gradients, does not run
 Python code, and advances torch's generators. A recording keeps the tensors that it created, but not
-those that it read. If their memory has been freed, a GPU would read arbitrary numbers; this replay
-raises an error.
+the tensors that it read. If the memory of such a tensor has been freed, a GPU would read arbitrary
+numbers, and this replay raises an error.
 
-Copies from the host, which a GPU cannot capture, are not detected here, because on a CPU, numbers
-that were created on the host are not different from others.
+A GPU cannot capture copies from the host. This module does not detect them, because all tensors are
+on the CPU; `fake_gpu` detects them.
 """
 
 import weakref
@@ -21,11 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from parts import optional
 from tests.syncs import CountSynchronisations
 
-SPARSE = 0  # represents the memory of tensors that have none of their own
+SPARSE = 0  # the value of `memory_of` for sparse tensors, whose memory is in other tensors
 
 
 def simulate_gpu(free: int = 2**40) -> None:
-    """Makes graphs on the CPU look like graphs on a GPU with `free` bytes, until this is undone."""
+    """Makes the template capture steps on the CPU, as on a GPU with `free` bytes of free memory.
+
+    Nothing undoes this: tests restore the modules themselves.
+    """
     from mask import SharedGraph
 
     SharedGraph.is_on_gpu = True
@@ -33,7 +36,10 @@ def simulate_gpu(free: int = 2**40) -> None:
 
 
 def replace_graphs(free: int) -> None:
-    """Makes the optional part model_graphs.py use the recordings of this module."""
+    """Makes the optional part model_graphs.py use the simulated graphs of this module.
+
+    `free` is the free memory of the GPU, in bytes.
+    """
     model_graphs = optional("model_graphs")
     if model_graphs is None:
         return
@@ -44,10 +50,13 @@ def replace_graphs(free: int) -> None:
 
 
 class Recording(CountSynchronisations):
-    """Records the operators that are called; operators that wait for a GPU fail, as on a GPU."""
+    """Records the operators that are called in the `with` block.
+
+    As in a capture on a GPU, operators that make the host wait raise `RuntimeError`.
+    """
 
     def __init__(self, made: set[int] = frozenset()):
-        """`made` is the memory that other recordings keep."""
+        """`made` are identifiers of the memory that other recordings keep."""
         super().__init__()
         self.calls = []
         self.made = {SPARSE, *made}
@@ -75,7 +84,7 @@ class Recording(CountSynchronisations):
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Calls the operators again, and writes what they return where it was."""
+        """Calls the operators again, and writes their results to the memory of the recording."""
         with torch.autocast("cpu", enabled=False):
             for func, call in self.calls:
                 leaves = tree_leaves(call)
@@ -89,7 +98,10 @@ class Recording(CountSynchronisations):
 
 
 class Capture(Recording):
-    """Replaces `torch.cuda.graph`, which only captures: in-place changes are undone."""
+    """Replaces `torch.cuda.graph`, which captures operators without executing them.
+
+    The operators are executed here, so their in-place changes are undone afterwards.
+    """
 
     def __init__(self):
         super().__init__()
@@ -112,10 +124,10 @@ class Capture(Recording):
 
 
 class ReadTensor:
-    """A tensor without its memory, which its creator must keep."""
+    """A reference to a tensor that does not keep the tensor's memory alive."""
 
     def __init__(self, tensor: Tensor):
-        value = getattr(tensor, "value", tensor)  # the value of a `GPUTensor`
+        value = getattr(tensor, "value", tensor)  # the CPU tensor in a `GPUTensor`
         self.memory = weakref.ref(value.untyped_storage())
         self.place = (value.storage_offset(), value.size(), value.stride())
         self.dtype = value.dtype
@@ -123,7 +135,7 @@ class ReadTensor:
         self.device = tensor.device
 
     def again(self: Any) -> Any:
-        """Returns the tensor again; other values are returned unchanged."""
+        """Returns the tensor; returns values that are not a `ReadTensor` unchanged."""
         if not isinstance(self, ReadTensor):
             return self
         value = torch.empty(0, dtype=self.dtype).set_(self.memory(), *self.place)
@@ -143,7 +155,10 @@ def tensors_of(values: Any) -> list[Tensor]:
 def make_graphed_callables(
     module: nn.Module, inputs: tuple[Tensor, ...], allow_unused_input: bool = False
 ) -> nn.Module:
-    """Returns the module, whose `forward` replays its operators for these inputs."""
+    """Replaces the `forward` of a module with a replay of its operators; returns the module.
+
+    It replaces `torch.cuda.make_graphed_callables`, for inputs of the same shapes.
+    """
     if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
         raise RuntimeError("make_graphed_callables does not support the autocast caching")
     parameters = tuple(module.parameters())
@@ -176,6 +191,8 @@ def replays(
     forward: Recording,
     backward: Recording,
 ) -> Callable[..., Tensor]:
+    """Returns a function of the inputs that replays both recordings, as part of autograd."""
+
     class Replay(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *values: Tensor) -> Tensor:

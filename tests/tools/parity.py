@@ -1,4 +1,4 @@
-"""`python -m tests.check parity`: the same result with any number of processes."""
+"""`python -m tests.check parity`: checks that any number of processes gives the same result."""
 
 import argparse
 import dataclasses
@@ -10,29 +10,31 @@ import torch
 
 from ddp_ends import end_process
 from ddp_setup import Distributed, run
+from errors import counted
 from run_folder import LogConfig, RunConfig
 from tests.few_rows import load_few_rows
 from tests.tools.runs import launch, parameters, read_metrics, relative_difference
 from train import read_config, train
 
-NUM_EPOCHS = 2  # epochs with each number of micro-batches
+NUM_EPOCHS = 2  # epochs of each run
 BATCH_SIZE = 24
-# For gradients that are only rounding errors, AdamW makes steps of 1e-9 times the learning rate.
-# Most correct runs differ by 1e-16, and their metrics by 1e-14. Runs with the errors of float32
-# differ by 1e-9 and 1e-7.
+# Parameters of correct runs usually differ by 1e-16, and metrics by 1e-14. Both may differ more if
+# a gradient consists of rounding errors, for which AdamW makes steps of 1e-9 times the learning
+# rate. Runs with errors of float32 differ by 1e-9 in parameters and 1e-7 in metrics.
 TOLERANCE = 1e-9
-# The metrics that are compared; the mse is left out, because a loss may leave it undetermined.
+# Metrics to compare. The mse is not compared, because some losses leave it undetermined.
 METRICS = ("loss", "pearson", "grad_norm")
 
 
 def parity(options: argparse.Namespace) -> bool:
-    """Prints how runs with several world sizes differ from the first; returns if they agree."""
+    """Trains runs with several numbers of processes, and prints how they differ from the first.
+
+    Returns whether they agree.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for world_size in options.world_sizes:
-            print(
-                f"training {2 * NUM_EPOCHS} epochs on few rows with {world_size} processes",
-                file=sys.stderr,
-            )
+            processes = counted(world_size, "process", "processes")
+            print(f"training {2 * NUM_EPOCHS} epochs on few rows with {processes}", file=sys.stderr)
             status, output = launch(
                 world_size,
                 ["parity-worker", folder, *options.arguments],
@@ -40,7 +42,7 @@ def parity(options: argparse.Namespace) -> bool:
                 cpu=options.cpu,
             )
             if status:
-                raise RuntimeError(f"{world_size} processes failed:\n{output}")
+                raise RuntimeError(f"the run with {processes} failed:\n{output}")
         return compare_runs(options.world_sizes, Path(folder))
 
 
@@ -49,12 +51,12 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
     runs = {}
     for world_size in world_sizes:
         for accumulate in (1, 2):
-            name = f"{world_size} ranks, accumulate {accumulate}"
+            name = f"{counted(world_size, 'rank')}, accumulate {accumulate}"
             runs[name] = folder / f"{world_size}-{accumulate}"
     first, *others = runs
     print(
-        f"compared with {first}: the largest difference of a tensor, divided by the norm of the "
-        "model, and the largest relative difference of a metric"
+        f"differences from {first}: the largest one of a tensor, divided by the norm of the model, "
+        "and the largest relative one of a metric"
     )
     all_agree = True
     for name in others:
@@ -73,7 +75,7 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
 
 
 def parity_worker(folder: str, arguments: list[str]) -> None:
-    """Runs `train.train` with one world size, on few rows of the user's tables."""
+    """Trains with and without gradient accumulation, on few rows of the user's tables."""
     config = read_config(arguments)
 
     def program(ddp: Distributed) -> None:
@@ -97,11 +99,12 @@ def parity_worker(folder: str, arguments: list[str]) -> None:
 
 
 def parameter_differences(path: Path, reference: Path) -> dict[str, float]:
-    """Returns each parameter's and buffer's difference, as its norm over the norm of the model.
+    """Returns the difference of each parameter and buffer between two runs.
 
-    With the norm of the tensor itself, a bias could differ by any amount if its gradient consists
-    of rounding errors. Tensors that are equal, such as large constants, do not count for the
-    model's norm.
+    The difference is its norm, divided by the norm of the model. If it were divided by the norm of
+    the tensor itself, a bias whose gradient consists of rounding errors could differ by any amount.
+    Tensors that are equal in both runs, such as large constants, do not count for the norm of the
+    model.
     """
     ours = parameters(path)
     theirs = parameters(reference)

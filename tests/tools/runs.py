@@ -1,4 +1,4 @@
-"""Launches runs of the template, and reads their results."""
+"""Launches runs and checks of the template, and reads the results of runs."""
 
 import json
 import math
@@ -13,18 +13,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from errors import counted
+
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")
+TIMES = ("samples_per_s", "data_ms", "step_ms", "memory_mb")  # values that differ between runs
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict]:
-    """Returns the rows of a run folder's metrics.jsonl, or only those of one kind."""
+    """Returns the rows of metrics.jsonl in a run folder, or only the rows of one kind."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if kind in (None, row["kind"])]
 
 
 def series(folder: Path) -> list[dict]:
-    """Returns the train, val and test rows without times; they are equal for equal computations."""
+    """Returns the train, val and test rows of a run, without `TIMES`.
+
+    Two runs that compute the same numbers have equal rows.
+    """
     rows = [row for row in read_metrics(folder) if row["kind"] != "event"]
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
@@ -36,7 +41,7 @@ def newest_checkpoint(folder: Path) -> Path:
 def zero_a_block(path: Path) -> None:
     """Overwrites the middle of the largest tensor in a file of torch with zeros.
 
-    The file keeps its size, as after a failure of a disk, and torch reads it without an error.
+    This simulates a damaged disk. The file keeps its size, and torch reads it without an error.
     """
     with zipfile.ZipFile(path) as archive:
         tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename]
@@ -61,7 +66,7 @@ def equal(value: object, other: object, tolerance: float) -> bool:
 
 
 def relative_difference(value: Tensor, reference: Tensor, norm: Tensor) -> float:
-    """Returns the norm of the difference over `norm`; inf for integers or bools that differ."""
+    """Returns the norm of the difference divided by `norm`, or inf if integers or bools differ."""
     if torch.equal(value, reference):
         return 0.0
     if not reference.is_floating_point():
@@ -70,23 +75,24 @@ def relative_difference(value: Tensor, reference: Tensor, norm: Tensor) -> float
 
 
 def difference(folder: Path, reference: Path, tolerance: float = 0.0) -> str:
-    """Returns the first tensor or metric that differs between two runs, or "".
+    """Returns a text that names the first tensor or metric that differs between two runs, or "".
 
-    The relative difference must be larger than the tolerance.
+    Relative differences up to the tolerance are ignored.
     """
     ours, theirs = parameters(folder), parameters(reference)
     for name, value in theirs.items():
         if not relative_difference(ours[name], value, value.double().norm()) <= tolerance:
-            return f"the final {name} differs from that of the undisturbed run"
+            return f"the final {name} differs from the undisturbed run"
     rows, others = series(folder), series(reference)
     if len(rows) != len(others):
         return (
-            f"metrics.jsonl has {len(rows)} rows, but that of the undisturbed run has {len(others)}"
+            f"number of rows in metrics.jsonl: {len(rows)}, but {len(others)} in the undisturbed "
+            "run"
         )
     for row, other in zip(rows, others, strict=True):
         for key, value in other.items():
             if not equal(row.get(key), value, tolerance):
-                return f"{key} differs from that of the undisturbed run: {row} and {other}"
+                return f"{key} differs from the undisturbed run: {row} and {other}"
     return ""
 
 
@@ -99,12 +105,18 @@ def launch(
     cpu: bool = True,
     prefix: tuple[str, ...] = (),
 ) -> tuple[int, str]:
-    """Runs `tests.check` with `arguments` under torchrun, or plain python if `world_size` is 1.
+    """Runs `tests.check` with `arguments`; returns the exit status and the output.
 
-    `cpu` hides the GPUs. A `prefix`, such as the command that enters a network namespace, is put in
-    front of the command, which then always uses torchrun.
+    The command uses torchrun, or plain python if `world_size` is 1 and there is no `prefix`.
 
-    Returns the exit status and the output.
+    Args:
+        world_size: number of processes.
+        arguments: command-line arguments of `tests.check`.
+        timeout: largest duration in seconds.
+        torchrun: options of torchrun.
+        variables: environment variables to add.
+        cpu: whether to hide the GPUs.
+        prefix: words before the command, such as a command that enters a network namespace.
 
     Raises:
         RuntimeError: the processes did not finish within `timeout` seconds.
@@ -138,5 +150,6 @@ def launch(
             os.killpg(process.pid, signal.SIGKILL)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise RuntimeError(f"{world_size} processes did not finish within {timeout} s") from None
+        processes = counted(world_size, "process", "processes")
+        raise RuntimeError(f"{processes} did not finish within {timeout} s") from None
     return process.returncode, output

@@ -1,4 +1,4 @@
-"""Helpers of the tests that kill, signal and watch runs."""
+"""Helpers for tests that kill, signal and watch runs."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ SETTINGS = [
     "checkpoint.every_steps=2",
     "checkpoint.keep_last=3",
 ]
-# Of runs on several machines.
+# Options of runs on several machines.
 SMALL = ["model.hidden=8", "model.readout=local", "log.every_steps=1"]
 VARIABLES = {
     "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -38,7 +38,7 @@ def size_of(path: Path) -> int:
 
 
 def wait_for_growth(path: Path, ranks: Sequence[Any] = ()) -> None:
-    """Waits a minute until a file grows, or one of the processes has ended."""
+    """Waits for up to a minute until a file grows, or until a process has exited."""
     before = size_of(path)
     deadline = time.monotonic() + 60
     while size_of(path) <= before and time.monotonic() < deadline:
@@ -56,7 +56,7 @@ def status_of(run: Path) -> dict[str, Any]:
 def started(
     command: Sequence[str | Path], folder: Path, **variables: str
 ) -> Iterator[subprocess.Popen]:
-    """Starts a command in `folder`, in its own process group, which does not outlive the block."""
+    """Starts a command in `folder`, in its own process group, which is killed after the block."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -95,13 +95,13 @@ def wait_until(condition: Callable[[], object], seconds: float, message: Callabl
 
 
 def has_a_checkpoint(folder: Path) -> bool:
-    """Tells whether a step was made; before the first, ddp.startup_timeout_s is the limit."""
+    """Returns whether a run has made a step. From then on, ddp.timeout_s is the limit of a hang."""
     paths = (folder / "checkpoints").glob("step_*.pt")
     return any(path.name > "step_00000000.pt" for path in paths)
 
 
 def run_on_one_machine(folder: Path, tables: list[str], world_size: int, *overrides: str) -> Path:
-    """Trains in `folder` without an interruption, on forked ranks; returns the run's folder."""
+    """Trains without interruption in `folder`, on forked ranks; returns the folder of the run."""
     arguments = [*tables, *SMALL, *overrides, "run.name=one"]
     _store, ranks = fork_ranks(folder, world_size, "train.py", arguments)
     assert join(ranks) == [0] * world_size, (folder / "rank0.stderr").read_text()

@@ -1,4 +1,4 @@
-"""Helpers of test_recipes*.py: what they do with a copy of the template and a patch."""
+"""Helpers for test_recipes*.py: they apply patches to a copy of the template, and run the copy."""
 
 import contextlib
 import json
@@ -22,16 +22,16 @@ from tests.tools.parity import compare_runs
 from tests.tools.runs import newest_checkpoint, read_metrics
 
 PAGE = ROOT / "docs/adapting.md"
-LEVELS = [{1: 0.3, 5: 0.0, 8: 3.0}, {}, {2: 0.5}]  # of nodes in three samples
+LEVELS = [{1: 0.3, 5: 0.0, 8: 3.0}, {}, {2: 0.5}]  # {node: level} of three samples
 
 
 def git_apply(copy: Path, name: str, *options: str) -> None:
-    """Applies a patch to a copy, or takes it back with `--reverse`."""
+    """Applies a patch to a copy, or undoes it with `--reverse`."""
     subprocess.run(["git", "apply", *options, f"tests/recipes/{name}.patch"], cwd=copy, check=True)
 
 
 def adapt(copy: Path, names: str, overrides: list[str]) -> None:
-    """Applies patches, lets ruff look at the result, writes the overrides into config.yaml."""
+    """Applies patches, checks the result with ruff, and writes the overrides into config.yaml."""
     for name in names.split():
         git_apply(copy, name)
     for command in (["check"], ["format", "--check"]):
@@ -47,9 +47,10 @@ def adapt(copy: Path, names: str, overrides: list[str]) -> None:
 
 
 def launch(copy: Path, world_size: int, script: str, *arguments: str, code: int = 0) -> str:
-    """Runs a script of the copy on forked ranks, in the folder around it; returns what they print.
+    """Runs a script of the copy on forked ranks; returns their output.
 
-    All of them must end with the exit status `code`.
+    The working directory is the folder that contains the copy. All ranks must end with the exit
+    status `code`.
     """
     _store, ranks = fork_ranks(copy.parent, world_size, str(copy / script), [*arguments])
     codes = join(ranks)
@@ -62,7 +63,7 @@ def launch(copy: Path, world_size: int, script: str, *arguments: str, code: int 
 
 
 def copy_of_classes(folder: Path) -> Path:
-    """Makes the copy of docs/adapting.md that knows no graph, by its commands; returns it."""
+    """Makes the copy without a graph, with the commands of docs/adapting.md; returns its folder."""
     (block,) = [block for block in blocks(PAGE, "bash") if "recipes/classes" in block.text]
     commands, is_split, _ = block.text.partition("./launch.sh test")
     assert is_split
@@ -72,9 +73,9 @@ def copy_of_classes(folder: Path) -> Path:
 
 
 def refuse(copy: Path, message: str, script: str, *arguments: str) -> None:
-    """Runs a script of the copy, which must say once what is wrong with the input.
+    """Runs a script of the copy, which must print one error message about wrong input.
 
-    The message may be the beginning of what it says.
+    The error message must start with `message`.
     """
     output = launch(copy, 1, script, *arguments, code=2)
     assert output.count(f"error: {message}") == 1, output
@@ -84,7 +85,10 @@ def refuse(copy: Path, message: str, script: str, *arguments: str) -> None:
 def train(
     copy: Path, *overrides: str, name: str = "run", script: str = "train.py"
 ) -> tuple[dict, list[dict]]:
-    """Returns the last checkpoint and the metrics of a run on two ranks, which must finish."""
+    """Trains on two ranks; returns the last checkpoint and the rows of metrics.jsonl.
+
+    The run must finish.
+    """
     launch(copy, 2, script, *overrides, f"run.name={name}")
     run = copy.parent / "runs" / name
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
@@ -95,7 +99,7 @@ def train(
 
 
 def parity_holds(copy: Path, *options: str) -> bool:
-    """Computes what `python -m tests.check parity --world-sizes 1,2` does, but starts faster."""
+    """Returns whether `tests.check parity --world-sizes 1,2` passes, with a faster start."""
     folder = copy.parent / "parity"
     shutil.rmtree(folder, ignore_errors=True)
     for world_size in (1, 2):
@@ -109,7 +113,10 @@ def assert_parity(copy: Path) -> None:
 
 @contextlib.contextmanager
 def edited(path: Path, changes: dict[str, str]) -> Iterator[None]:
-    """In the block, a file has another text in place of each of some, which stand there once."""
+    """Replaces texts in a file inside the `with` block: `changes` is {old text: new text}.
+
+    Each old text must occur exactly once.
+    """
     original = path.read_text()
     text = original
     for old, new in changes.items():
@@ -126,26 +133,26 @@ RUN_TESTS = """
 import multiprocessing, sys
 import pytest
 
-if __name__ == "__main__":  # which processes that the tests start import
-    multiprocessing.current_process().daemon = False  # or they could start none
+if __name__ == "__main__":  # processes that the tests start import this file
+    multiprocessing.current_process().daemon = False  # a daemon may not start processes
     sys.exit(pytest.main({arguments}))
 """
 
 
 def run_tests(copy: Path, file: str, *options: str) -> None:
-    """Runs tests of the copy; all of them must pass."""
+    """Runs the tests in a file of the copy; all of them must pass."""
     arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *options, str(copy / file)]
     (copy / "run_tests.py").write_text(RUN_TESTS.format(arguments=arguments))
     launch(copy, 1, "run_tests.py")
 
 
 def assert_contract(copy: Path) -> None:
-    """Runs what `./launch.sh test -m contract` does, except for its parity test."""
-    run_tests(copy, "tests/test_contract.py", "-m", "contract", "-k", "not two_ranks")
+    """Runs the tests of `./launch.sh test -m contract` in the copy; all of them must pass."""
+    run_tests(copy, "tests/test_contract.py", "-m", "contract")
 
 
 def add_levels(folder: Path) -> None:
-    """Gives names in the table of scores, of two thirds of the nodes, a level."""
+    """Adds a level to two thirds of the nodes, wherever the table of scores lists them."""
     lines = (folder / "scores.tsv").read_text()
     for node in range(30):
         name = f"Y{node:02}"
@@ -154,12 +161,12 @@ def add_levels(folder: Path) -> None:
 
 
 def graph_of_20() -> SharedGraph:
-    """Returns a graph of 20 nodes, 60 edges of one relation, and then 30 of another."""
+    """Returns a graph with 20 nodes, and two relations with 60 and 30 edges."""
     preset = Preset(20, {"physical": 60, "b": 30}, 2, 10, (1, 3))
     return SharedGraph(synthetic_tables(preset, seed=0).graph())
 
 
 def batch_of(graph: SharedGraph, sets: list) -> Data:
-    """Returns a batch of sets of deleted nodes, or of {node: level}."""
+    """Returns a batch with a sample for each set: a list of deleted nodes, or {node: level}."""
     tables = tables_of(sets, torch.zeros(len(sets)))
     return KnockoutDataset(tables, graph.degree).__getitems__(range(len(sets)))

@@ -1,4 +1,4 @@
-"""The checks for users pass on the template and fail on broken copies of it."""
+"""The check parity passes on the template, and fails on broken copies of it."""
 
 import math
 import re
@@ -23,7 +23,7 @@ A_BUFFER_OF_INTEGERS = f"""{PLACE}
         num_ranks = int(__import__("os").environ.get("WORLD_SIZE", 1))
         self.register_buffer("num_ranks", torch.tensor(num_ranks))
 """
-BROKEN = {  # module, what is right, what is wrong
+BROKEN = {  # {name: (module, correct code, wrong code)}
     "loss divided by the local batch": (
         "train.py",
         "state.scaler.scale(loss.sum() * loss_factor)",
@@ -52,7 +52,8 @@ BROKEN = {  # module, what is right, what is wrong
         A_BUFFER_OF_INTEGERS,
     ),
 }
-# A shift of all outputs, less their mean, as before a softmax.
+# Adds a parameter to all outputs, and then subtracts their mean, as a softmax does implicitly. The
+# gradient of this parameter is 0, except for rounding errors.
 SHIFTED = {
     PLACE: f"""{PLACE}
         self.shift = nn.Parameter(torch.zeros(1))
@@ -71,17 +72,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):
-    """A third of the names have levels."""
+    """A third of the nodes have levels."""
     path = tmp_path / "scores.tsv"
     path.write_text(re.sub(r"[036]\b(?=[,\t])", r"\g<0>=0.3", path.read_text()))
     assert path.read_text().count("=0.3") > 50
     result = run([*PARITY, *tables], timeout=240).check()
     _, *lines, verdict = result.stdout.splitlines()
     assert verdict == "PASS"
-    expected = [
-        f"{ranks} ranks, accumulate {accumulate}" for ranks in (1, 2, 4) for accumulate in (1, 2)
-    ]
-    assert [line.split("  ")[0] for line in lines] == expected[1:]
+    expected = [(ranks, accumulate) for ranks in ("1", "2", "4") for accumulate in ("1", "2")]
+    found = [re.match(r"(\d) ranks?, accumulate (\d) ", line).groups() for line in lines]
+    assert found == expected[1:]
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -90,12 +90,12 @@ def test_parity_fails_on_a_broken_copy(copy, capsys, name):
     with edited(copy / file, {right: wrong}):
         assert not parity_holds(copy, "model.hidden=8")
     output = capsys.readouterr().out
-    assert " is the tensor with the largest difference" in output
-    assert ("num_ranks is the tensor with" in output) == (name == "a buffer of integers")
+    assert " is the tensor " in output
+    assert ("num_ranks is the tensor " in output) == (name == "a buffer of integers")
 
 
-def test_parity_takes_the_rows_that_have_scores():
-    """One row in twenty has one; they are the last ones of each split."""
+def test_parity_uses_the_rows_with_scores():
+    """Only one row in twenty has a score, and these rows are the last ones of each split."""
     y = torch.arange(600.0).double()
     split = torch.arange(600) % 3
     tables = replace(tables_of([[row % 5] for row in range(600)], y), split=split.to(torch.int8))
@@ -125,7 +125,7 @@ def test_parity_holds_for_a_parameter_whose_gradient_is_rounding_errors(copy):
         assert parity_holds(copy, "model.hidden=8")
 
 
-def test_a_check_that_cannot_run_says_why(run):
+def test_a_check_that_cannot_run_gives_the_reason(run):
     result = run([*PARITY, "optim.rate=1"])
     assert result.returncode == 2
-    assert "unknown option optim.rate: did you mean optim." in result.stderr
+    assert "unknown option optim.rate" in result.stderr

@@ -1,4 +1,4 @@
-"""What is in a copy: checks of its own code and tables, words, tests that hold for its edits."""
+"""Copies of the template: the checks of edited code, words, an upgrade, and the tests of a copy."""
 
 import ast
 import functools
@@ -30,18 +30,18 @@ from tests.tools.faults import FAULTS, run_fault
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 # ---- Checks --------------------------------------------------------------------------------------
-OUTPUT = {  # what the model returns, in model.py of a copy
+OUTPUT = {  # the code of the model's output, in model.py of each kind of copy
     "whole": "output.to(self.encoder.norm.weight.dtype)",
     "core": "output.to(self.encoder.norm.weight.dtype)",
     "classes": "self.layers(batch.x)",
 }
-COUNT = "self.calls = getattr(self, 'calls', 0) + 1"  # which no checkpoint has
+COUNT = "self.calls = getattr(self, 'calls', 0) + 1"  # a state that no checkpoint contains
 HIDDEN = "model.hidden=8"
 
 
 @pytest.fixture(scope="module")
 def copy_of_kind(tmp_path_factory) -> Callable[[str], Path]:
-    """copy_of_kind("whole"), "core" or "classes" is that copy, which all tests share."""
+    """copy_of_kind(kind) returns a copy that all tests share: `whole`, `core` or `classes`."""
 
     @functools.cache
     def make(kind: str) -> Path:
@@ -76,7 +76,7 @@ def faults_finds(copy: Path) -> bool:
     status, output = launch_once(2, [*arguments, f"run.name={reference.name}"])
     assert status == 0, output
     problem = run_fault(fault, copy.parent / "killed", reference, arguments, launch_once)
-    assert not problem or "differs from that of the undisturbed run" in problem, problem
+    assert not problem or "differs from the undisturbed run" in problem, problem
     return bool(problem)
 
 
@@ -90,7 +90,7 @@ def fake_gpu_finds(copy: Path) -> bool:
     return False
 
 
-FINDS = {  # by what is wrong: the check, a statement of the edit, and by how much outputs change
+FINDS = {  # {error: (the check, a statement to add, the relative change of the outputs)}
     "a mixed device": (fake_gpu_finds, "", "Tensor([0.0])"),
     "a wait in a step": (syncs_finds, "", "0.0 * next(self.parameters()).sum().item()"),
     "a draw that depends on the rank": (parity_finds, "", "0.01 * Tensor(1).normal_()"),
@@ -101,14 +101,14 @@ FINDS = {  # by what is wrong: the check, a statement of the edit, and by how mu
 @pytest.mark.parametrize("name", FINDS)
 @pytest.mark.parametrize("kind", OUTPUT)
 def test_a_check_in_a_copy_passes_and_finds_an_edit(copy_of_kind, kind, name):
-    """On its own tables and model."""
+    """The check uses the tables and the model of the copy."""
     copy = copy_of_kind(kind)
     finds, statement, addition = FINDS[name]
     old = f"        return {OUTPUT[kind]}\n"
     new = f"        {statement}\n        return {OUTPUT[kind]} * (1 + {addition})\n"
     with edited(copy / "model.py", {old: new}):
         assert finds(copy)
-    if kind == "whole":  # of which other tests say that all checks pass
+    if kind == "whole":  # other tests show that all checks pass in the template
         return
     for folder in ("runs", "reference", "killed"):
         shutil.rmtree(copy.parent / folder, ignore_errors=True)
@@ -117,7 +117,7 @@ def test_a_check_in_a_copy_passes_and_finds_an_edit(copy_of_kind, kind, name):
 
 # ---- Words ---------------------------------------------------------------------------------------
 def words_of(path: Path) -> Iterator[str]:
-    """Yields comments and texts of a file, but those of blocks that ask whether a part is here."""
+    """Yields the comments and texts of a file, except in blocks with the condition `is_here`."""
     text = path.read_text()
     if path.suffix != ".py":
         yield text if path.name != "launch.sh" else "\n".join(re.findall(r"#.*", text))
@@ -135,8 +135,11 @@ def words_of(path: Path) -> Iterator[str]:
         queue.extend(ast.iter_child_nodes(node))
 
 
-def test_a_core_copy_names_nothing_that_it_has_not(tmp_path):
-    """Files, folders, pages and commands; its docs, the template's, link to nothing else."""
+def test_a_core_copy_does_not_mention_files_that_it_lacks(tmp_path):
+    """It does not mention missing files, folders, pages or commands, except in its pages.
+
+    The pages are those of the template. Their links must work in the copy.
+    """
     copy = tmp_path / "copy"
     assert make_copy.main([str(copy), "--without", "all,checks"]) == 0
     pages = {path.name for path in (copy / "docs").glob("*.md")}
@@ -168,9 +171,12 @@ git merge -X ours template"""
 
 
 def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_page(run, tmp_path):
-    """It trains and passes its tests; of lists that stood in a line, the owner keeps theirs."""
+    """The upgraded copy trains and passes its tests.
+
+    Conflicts occur only in lines that both have changed, and the owner keeps their own version.
+    """
     if run(["git", "-C", str(ROOT), "cat-file", "-e", OLD]).returncode:
-        pytest.skip("the history of the template is not here")
+        pytest.skip("the history of the template is missing")
     (block,) = [block.text for block in blocks(PAGE, "bash") if "git merge template" in block.text]
     block = block.replace("/tmp/mine", "../fresh/mine").replace("../template/", f"{ROOT}/")
     block = block.replace("git merge template", MERGE).replace("./launch.sh test\n", "")
@@ -188,7 +194,7 @@ def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_
 # ---- Tests ---------------------------------------------------------------------------------------
 COUNTS = '''
 class Counts(Squared):
-    """Squared errors of whole numbers; others are refused."""
+    """Squared errors; scores that are not whole numbers are an error."""
 
     @staticmethod
     def check(y: Tensor) -> None:
@@ -202,7 +208,7 @@ LOSSES["counts"] = Counts
 
 @pytest.mark.usefixtures("tables")
 def test_the_tests_of_an_edited_copy_pass(run, tmp_path):
-    """With another default, other tables, a loss that refuses scores, and another readout."""
+    """The copy has a changed default, other tables, a loss with a check, and a changed output."""
     copy = tmp_path / "copy"
     assert make_copy.main([str(copy), "--without", "all"]) == 0
     lines = (tmp_path / "scores.tsv").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The diagnostic tools for users: the rows behind a NaN, and where the time of a step goes."""
+"""`tests.check rows` and `trace`: rows that cause a NaN, and the time of the phases of a step."""
 
 import json
 import re
@@ -30,8 +30,8 @@ def test_the_row_with_a_score_too_large_is_named(run, tables, tmp_path):
     result = run([sys.executable, "-m", "tests.check", "rows", *tables, "model.hidden=8"])
     assert result.returncode == 1, result.stderr
     first, count, line, verdict = result.stdout.splitlines()
-    assert first == "runs/default: model of step 0 (no checkpoint found)" and verdict == "FAIL"
-    assert count.startswith("1 of 200 rows ")
+    assert first.startswith("runs/default: model of step 0 ") and verdict == "FAIL"
+    assert " 1 of 200" in count
     assert re.fullmatch(LINE, line).group(1, 2, 3, 4, 6) == ("19", "val", "Y03", "1e+25", "inf")
 
 
@@ -96,7 +96,7 @@ def test_nonfinite_weights_are_distinguished_from_bad_rows(tables, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert not rows(SimpleNamespace(arguments=tables))
     output = capsys.readouterr().out
-    assert "the model has non-finite weights, so no row can be blamed: encoder.embedding" in output
+    assert "parameters that are not finite" in output and ": encoder.embedding" in output
     assert "row 0" not in output
 
 
@@ -109,7 +109,7 @@ def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
     shares = {name: float(share) for name, share in found}
     assert list(shares) == [*PHASES, "rest"] and sum(shares.values()) == pytest.approx(100, abs=0.5)
     assert shares["data"] > 15 and shares["rest"] < 20
-    line = r"slowest: rank(\d) with ([\d.]+) ms of its own work per step; the median is ([\d.]+) ms"
+    line = r"slowest: rank(\d) with ([\d.]+) ms .*median of all ranks: ([\d.]+) ms"
     rank, slowest, median = re.search(line, output).groups()
     assert rank == "1"
     assert float(slowest) > float(median) + 10  # the others wait 300 ms for it
@@ -117,8 +117,7 @@ def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
 
 def test_a_run_that_traces_nothing_has_no_profiler(train, tmp_path):
     train(1, fault="fail_in_profiler").check()
-    message = r"runs/default contains no trace.rank\*.json: train with log.profile_steps"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"runs/default .* trace.rank\*.json: .*log.profile_steps"):
         trace(SimpleNamespace(arguments=[str(tmp_path / "runs/default")]))
 
 
@@ -144,8 +143,8 @@ def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
         ("user_annotation", "gloo:all_reduce", 15, 40),
         ("user_annotation", "gloo:all_reduce", 150, 160),
     ]
-    # On GPUs, only kernels and copies overlap communication, and phases are the host's ranges, not
-    # the GPU's.
+    # On GPUs, only kernels and copies count as overlap with communication, and the phases are the
+    # ranges of the host, not of the GPU.
     gpu = [
         ("kernel", "sgemm", 10, 20),
         ("gpu_memcpy", "Memcpy HtoD", 30, 34),
@@ -165,15 +164,15 @@ def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
     assert "  agreement    5.0 %\n" in output
     assert "  rest        70.0 %\n" in output
     assert "(part of the above): 9.0 %\n" in output  # 20 and 16 ms in 2 steps
-    assert "slowest: rank1 with 87.0 ms of its own work per step; the median is 86.0 ms\n" in output
+    assert "slowest: rank1 with 87.0 ms " in output and " 86.0 ms" in output
 
 
 def test_a_damaged_trace_is_named(tmp_path):
     (tmp_path / "trace.rank0.json").write_text('{"traceEvents": [{"ph"')
-    with pytest.raises(UserError, match=r"trace.rank0.json is not a readable trace"):
+    with pytest.raises(UserError, match=r"cannot read the trace .*trace.rank0.json"):
         trace(SimpleNamespace(arguments=[str(tmp_path)]))
     write_trace(tmp_path / "trace.rank0.json", ("user_annotation", "forward", 0, 50))
-    with pytest.raises(UserError, match=r"trace.rank0.json contains no complete step"):
+    with pytest.raises(UserError, match=r"trace.rank0.json .* complete step"):
         trace(SimpleNamespace(arguments=[str(tmp_path)]))
 
 

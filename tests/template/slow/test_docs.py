@@ -1,6 +1,7 @@
-"""What README.md, docs/ and CHANGELOG.md say exists: commands, options, files, names, links.
+"""Commands, options, files, names and links on the pages exist, and sentences are short.
 
-They are also short and plain. test_examples.py runs their commands and examples.
+The pages are README.md, docs/, CHANGELOG.md, CONTRIBUTING.md and tests/bench/README.md.
+test_examples.py runs their commands and examples.
 """
 
 import dataclasses
@@ -44,9 +45,9 @@ from tests.template.pages import (
 from train import read_config
 
 SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in fields(Config)}
-# Which are not checked.
+# Programs whose arguments are not checked.
 PLAIN = ("export", "cd", "cmp", "cp", "rm", "patch", "touch", "tensorboard", "git")
-# Variables that launch.sh does not read.
+# Prefixes of environment variables that launch.sh does not read.
 EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "GOMP_", "MASTER_")
 COMMANDS = list(
     dict.fromkeys(
@@ -56,7 +57,7 @@ COMMANDS = list(
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:60])
-def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
+def test_files_options_and_variables_of_a_command_exist(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, *words = command.words or ["export"]
     for variable in command.variables:
@@ -64,7 +65,7 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
         assert name in (ROOT / "launch.sh").read_text() or name.startswith(EXTERNAL), variable
     if command.trains:
         assert (ROOT / program).is_file()
-        for name in ("mine.yaml", "sweep/0.yaml"):  # that the reader has written
+        for name in ("mine.yaml", "sweep/0.yaml"):  # files that the reader writes
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text("")
         if "--help" not in words:
@@ -100,6 +101,7 @@ def test_what_a_command_refers_to_exists(command, tmp_path, monkeypatch):
 
 
 def check_module(module: str, words: list[str]) -> None:
+    """Checks that a module of tests/ exists, and that it has the options in `words`."""
     path = ROOT / (module.replace(".", "/") + ".py")
     assert path.is_file() or module.endswith(".NAME"), module
     sources = [path, path.with_name("__init__.py")] if path.is_file() else []
@@ -117,8 +119,8 @@ def check_module(module: str, words: list[str]) -> None:
 
 
 # ---- Options, files and names --------------------------------------------------------------------
-def test_options_are_known_and_their_values_valid():
-    """Includes those in sentences and tables, each tried alone."""
+def test_options_exist_and_their_values_are_valid():
+    """Each option on the pages is tried separately, also options in sentences and tables."""
     text = re.sub(VARIABLES, "0", "\n".join(page.read_text() for page in DOCS))
     given = set(re.findall(rf"\b((?:{'|'.join(SECTIONS)})\.\w+)=([^\s`,;:)\"]+)", text))
     as_yaml = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+): ([^`]+)`", text))
@@ -132,7 +134,7 @@ def test_options_are_known_and_their_values_valid():
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_options_named_without_a_value_are_known(page):
+def test_options_without_a_value_exist(page):
     for span in spans(page):
         section, dot, key = span.partition(".")
         is_name = dot and section in SECTIONS and key.isidentifier() and key != "py"
@@ -150,7 +152,7 @@ def test_files_modules_and_links_exist(page):
         assert "://" in link or target.exists(), link
         assert not anchor or anchor in anchors(target), link
     if page == CHANGELOG:
-        return  # whose first columns name what is gone
+        return  # it contains old names
     for module in re.findall(r"\btests(?:\.[a-z_]+)+", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or path.is_dir() or module.endswith(".py"), module
@@ -161,7 +163,7 @@ def test_files_modules_and_links_exist(page):
         assert folder == "checkpoints/" or (ROOT / folder).is_dir(), folder
 
 
-def test_the_drawing_names_files_that_exist():
+def test_files_in_the_drawing_exist():
     names = re.findall(r"[\w/]+\.py\b", (ROOT / "docs/figures/dataflow.svg").read_text())
     assert len(set(names)) > 5
     assert [name for name in names if not (ROOT / name).is_file()] == []
@@ -171,20 +173,21 @@ TEXTS = {path: path.read_text() for path in [*ROOT.glob("*.py"), ROOT / "tests/c
 WORDS = set(re.findall(r"[A-Za-z_]\w*", "\n".join(TEXTS.values())))
 for _source in ("config.yaml", "launch.sh", "pyproject.toml", *ROOT.glob("tests/recipes/*.patch")):
     WORDS |= set(re.findall(r"[A-Za-z_]\w*", (ROOT / _source).read_text()))
-for _metric in METRICS:  # as `metrics_beside_rivals` names them
+WORDS |= {path.stem for path in ROOT.glob("tests/recipes/*.patch")}
+for _metric in METRICS:  # the names from `metrics_beside_rivals`
     WORDS.add(f"baseline_{_metric}")
-# What `variable.name` on the pages is of.
+# The class or module of each variable in spans such as `ddp.rank`.
 VARIABLES_OF = {"graph": SharedGraph, "torch": torch, "ddp": Distributed}
 FILE = re.compile(r".*\.(py|sh|md|yaml|toml|txt|tsv|pt|json|jsonl|svg|gz|h5ad|patch)")
 
 
 def named_things() -> Iterator[tuple[Path, str]]:
-    """Yields the names in code spans, those of the changelog's second columns among them."""
+    """Yields each code span with its page. In the changelog, only new names are included."""
     for page in DOCS:
         for span in spans(page):
             yield page, span
     for line in CHANGELOG.read_text().splitlines():
-        if line.startswith("| ") and not line.startswith("| before"):
+        if line.startswith("| "):  # | old name | new name |
             for span in re.findall(r"`([^`]+)`", line.split(" | ")[1]):
                 yield CHANGELOG, span
 
@@ -207,7 +210,7 @@ def test_functions_classes_and_words_in_code_exist():
 
 
 def exists(first: str, rest: list[str]) -> bool:
-    """Returns whether a dotted name is an option, or of a module, a class or a variable of ours."""
+    """Returns whether a dotted name exists: an option, or a name of a module, class or variable."""
     if rest[0] in SECTIONS.get(first, ()):
         return True
     if first == "batch":
@@ -222,7 +225,7 @@ def exists(first: str, rest: list[str]) -> bool:
 
 
 def has_name(owner: Any, name: str) -> bool:
-    """Returns whether a module or class has a name, be it an attribute that __init__ sets."""
+    """Returns whether a module or class has a name, including attributes that __init__ sets."""
     if hasattr(owner, name) or isinstance(owner, ModuleType):
         return hasattr(owner, name)
     is_field = name in getattr(owner, "__dataclass_fields__", ())
@@ -231,7 +234,7 @@ def has_name(owner: Any, name: str) -> bool:
     return is_field or re.search(rf"\bself\.{name}\b", body) is not None
 
 
-def test_the_names_that_commands_use_of_a_task_are_those_on_the_page():
+def test_the_page_lists_the_names_of_a_task_that_commands_use():
     page = (ROOT / "docs/adapting.md").read_text()
     for script in ("train.py", "evaluate.py", "predictor.py"):
         rows = re.findall(rf"^\| `{script}` \| (`[a-z].*) \|$", page, re.M)
@@ -242,7 +245,7 @@ def test_the_names_that_commands_use_of_a_task_are_those_on_the_page():
         assert all(f".{name}" in text for name in listed)
 
 
-# ---- What is easy to read ------------------------------------------------------------------------
+# ---- Readability ---------------------------------------------------------------------------------
 def test_the_readme_is_short():
     lines = README.read_text().splitlines()
     assert len(lines) <= 240
@@ -257,13 +260,10 @@ def test_sentences_are_short_and_lines_fit(page):
     assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
-def test_the_tree_of_the_readme_is_that_of_the_folder():
-    (tree,) = [block.text for block in blocks(README, "") if "PARTS" in block.text]
-    listed = []
-    for line in filter(None, tree.splitlines()):
-        name, text = line.split(maxsplit=1)
-        members = re.split(", ", text.partition(":")[0]) if "*" in name else [""]
-        listed += [name.replace("*", member) for member in members]
+def test_the_readme_lists_all_modules():
+    (tree,) = [block.text for block in blocks(README, "") if "Optional parts" in block.text]
+    lines = [line for line in tree.splitlines() if line.startswith("  ")]  # without the titles
+    listed = [line.split()[0] for line in lines]
     assert len(set(listed)) == len(listed)
     expected = {f"{module}.py" for module in MODULES} | {"config.yaml", "launch.sh"}
     assert set(listed) == expected | {"example/", "docs/", "tests/"}
@@ -281,5 +281,5 @@ def test_the_tree_of_the_readme_is_that_of_the_folder():
         "leave a node out",
     ],
 )
-def test_a_heading_answers_what_newcomers_ask(words):
+def test_a_heading_contains_the_words_of_a_frequent_question(words):
     assert any(words in heading.lower() for page in DOCS for heading in headings(page))

@@ -1,4 +1,4 @@
-"""The commands and examples of README.md and docs/ work, and print what the pages say."""
+"""The commands and examples of README.md and docs/ work, and their output is that on the pages."""
 
 import ast
 import doctest
@@ -34,17 +34,18 @@ def here(tables, tmp_path):
     return [*tables, *SMALL]
 
 
-WAYS_TO_START = {  # how each command begins, and an override where two would share a run folder
+# The beginning of a command, and overrides that give its run a separate folder.
+WAYS_TO_START = {
     "torchrun --standalone": ["run.name=torchrun"],
     "./launch.sh --config mine.yaml": [],
-    "python predict.py": [],  # with the model that the command above trained
+    "python predict.py": [],  # uses the run of the previous command
     "python analyse.py": [],
 }
-ENDS = ("predict.py", "analyse.py")
+ENDS = ("predict.py", "analyse.py")  # commands that do not train
 
 
 def test_each_way_to_start_works(run, here, tmp_path):
-    """Runs one command of each kind; those that train get small overrides appended."""
+    """Runs one command of each kind. Overrides make training commands small."""
     for beginning, name in WAYS_TO_START.items():
         command = next(
             c for c in block_commands(README) if f"{c.text} ".startswith(f"{beginning} ")
@@ -55,14 +56,14 @@ def test_each_way_to_start_works(run, here, tmp_path):
         if beginning.startswith("./launch.sh"):
             assert "32 samples over 2 ranks" in result.stdout
             assert "OMP_NUM_THREADS" not in result.stderr  # torchrun does not warn about it
-            assert not (tmp_path / ".venv").exists()  # as the active environment is used
+            assert not (tmp_path / ".venv").exists()  # the active environment is used
     lines = (tmp_path / "pairs.predictions.tsv").read_text().splitlines()
     assert [bool(line.split("\t")[1]) for line in lines[1:]] == [True, True, True, False]
     assert (tmp_path / "runs/mine/test.svg").is_file()
 
 
 def test_training_commands_train(here, tmp_path):
-    """Runs the options of each in one forked process, with small overrides appended."""
+    """Runs the options of each command in one forked process. Overrides make them small."""
     commands = [command for page in DOCS for command in block_commands(page) if command.trains]
     options = sorted({command.words[1:] for command in commands if "--help" not in command.words})
     assert len(options) >= 6
@@ -75,7 +76,10 @@ def test_training_commands_train(here, tmp_path):
 
 
 def run_page(page: Path, command: Callable, folder: Path) -> int:
-    """Runs the python blocks of a page that an output follows; returns how many these are."""
+    """Runs the python blocks of a page that are followed by their output, and compares it.
+
+    Returns the number of these blocks.
+    """
     count = 0
     for block, output in itertools.pairwise(blocks(page)):
         if block.info == "python" and output.info == "":
@@ -85,16 +89,16 @@ def run_page(page: Path, command: Callable, folder: Path) -> int:
 
 
 def run_code(command: Callable, folder: Path, text: str) -> str:
-    """Runs code in a forked process, with the modules of a copy; returns what it prints."""
+    """Runs code in a forked process, with the modules of a copy, and returns its output."""
     script = folder / "page.py"
     script.write_text(text)
     return command(0, script, MPLBACKEND="agg").check().stdout  # without windows
 
 
 def run_commands(page: Path, command: Callable, folder: Path, beginning: str) -> int:
-    """Runs the page's commands that begin so, in order, in forked processes of a copy.
+    """Runs the commands of a page with this beginning, in order, in forked processes of a copy.
 
-    Returns how many these are.
+    Returns the number of these commands.
     """
     commands = [c.words for c in block_commands(page) if c.text.startswith(beginning)]
     for script, *arguments in commands:
@@ -122,12 +126,9 @@ def test_the_example_of_runs(run, command, tmp_path):
     assert run_page(page, command, tmp_path) == 1
     (of_folds,) = [block.text for block in blocks(page, "bash") if "data.fold" in block.text]
     text = of_folds.replace("train.py", "train.py optim.epochs=1 model.readout=local")
-    text = text.replace("0 1 2 3 4", "0 1").replace("/5", "/2")  # of which two cost less
+    text = text.replace("0 1 2 3 4", "0 1").replace("/5", "/2")  # two folds take less time
     printed = run(["bash", "-c", text], timeout=500, PATH=PATH, **WITHOUT_GPU).check().stdout
-    assert (
-        "\n2 runs of 2 folds, each fold named after its first run: rows 6,000, scores 1\n"
-        in printed
-    )
+    assert "\n2 runs of 2 folds, " in printed and " 6,000 test rows, 1 score\n" in printed
     command(0, tmp_path / "analyse.py", "runs/short").check()
 
 
@@ -145,7 +146,7 @@ def test_the_example_of_predictions(command, tmp_path):
 
 
 def test_the_cells_of_notebook(command, tmp_path):
-    """In order in one process, as a kernel runs them, with matplotlib or without it."""
+    """Runs the cells in order in one process, like a kernel, with or without matplotlib."""
     copy_template(tmp_path)
     page = ROOT / "docs/notebook.md"
     assert run_commands(page, command, tmp_path, "python train.py run.name=") == 2
@@ -153,14 +154,14 @@ def test_the_cells_of_notebook(command, tmp_path):
     mark = "---- the next cell"
     script = f"\nprint({mark!r})\n".join(cell.text for cell in cells)
     printed = run_code(command, tmp_path, script)
-    check_output = doctest.OutputChecker().check_output  # ... stands for any text
+    check_output = doctest.OutputChecker().check_output  # ... matches any text
     for cell, text, output in zip(cells, printed.split(f"{mark}\n"), blocks(page, ""), strict=True):
         assert check_output(output.text, text, doctest.ELLIPSIS), f"{cell.text}\n{text}"
     assert len(cells) >= 8
 
 
 def test_the_example_of_adapting(run, command, tmp_path):
-    """The edits of the page, made in a copy, train as they say."""
+    """Makes the edits of the page in a copy, and trains with them."""
     copy_template(tmp_path)
     page = ROOT / "docs/adapting.md"
     edits = [block for block in blocks(page) if re.match(r"# [a-z.]+(, in \w+)?\n", block.text)]
@@ -186,7 +187,7 @@ def test_the_example_of_adapting(run, command, tmp_path):
     assert "optim.momentum must be float >= 0 and <= 1" in refused.stderr
 
 
-# What the page's line of `make_dataset` calls, and a term that reads its column.
+# The function in the page's line of `make_dataset`, and a term that uses its column.
 SET_SIZE = """
 
 def set_size(batch):
@@ -203,7 +204,7 @@ class SizeTerm(nn.Module):
 """
 
 
-def test_a_column_computed_of_the_batch_is_there_in_all_commands(command, here, tmp_path):
+def test_all_commands_have_a_column_that_is_computed_from_the_batch(command, here, tmp_path):
     page = ROOT / "docs/adapting.md"
     (line,) = [block.text for block in blocks(page, "python") if "set_size" in block.text]
     text = (tmp_path / "task.py").read_text()
@@ -223,7 +224,7 @@ def test_a_column_computed_of_the_batch_is_there_in_all_commands(command, here, 
 
 
 def apply_edit(copy: Path, text: str) -> None:
-    """Makes an edit of docs/adapting.md, whose first line names file and class or section."""
+    """Makes an edit of docs/adapting.md. Its first line names the file and a class or section."""
     first, _, body = text.partition("\n")
     name, _, place = first.removeprefix("# ").partition(", in ")
     lines = (copy / name).read_text().splitlines(keepends=True)
@@ -247,7 +248,7 @@ def apply_edit(copy: Path, text: str) -> None:
 
 
 def bound_name(node: ast.stmt) -> str | None:
-    """Returns the name of a function, a class, a field or a variable."""
+    """Returns the name that a statement defines: a function, class, field or variable."""
     target = getattr(node, "target", None) or (getattr(node, "targets", None) or [None])[0]
     return getattr(node, "name", None) or getattr(target, "id", None)
 

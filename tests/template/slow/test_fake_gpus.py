@@ -1,7 +1,7 @@
-"""Whole commands on GPUs that are not there, by option, table and number of ranks.
+"""Commands on simulated GPUs, with various options, tables and numbers of ranks.
 
-Each trains without an operator that mixes devices and without a wait in a step, and gives the
-numbers of the CPU.
+Each command must run without an operator that mixes devices and without a wait in a step, and must
+give the same numbers as on the CPU.
 """
 
 import random
@@ -15,8 +15,9 @@ from tests.tools.runs import read_metrics
 
 GRAPHS = "; CUDA graphs\n"
 EAGER = "; no CUDA graphs, because "
-HALF = ("optim.precision=bf16", "optim.precision=fp16")  # whose operators differ by device
-RUNS = [  # on the tiny tables: options that do not touch each other stand together
+# With these options, the operators on a CPU and on a GPU are different.
+HALF = ("optim.precision=bf16", "optim.precision=fp16")
+RUNS = [  # options of runs on the tiny tables; unrelated options share a run
     ["model.readout=local", "model.checkpointing=true", "optim.accumulate=3", "optim.clip=0"],
     ["model.readout=global", "optim.precision=fp64", "data.split=nodes"],
     ["model.pairs=false", "optim.zero=true", "optim.lr_mult={embedding: 0}", "data.batch_size=48"],
@@ -27,7 +28,7 @@ RUNS = [  # on the tiny tables: options that do not touch each other stand toget
     ["optim.precision=bf16"],
     ["optim.precision=fp16"],
 ]
-NOTES = {  # what the log says of graphs, other than that there are some
+NOTES = {  # text in the log for options with which steps are not captured
     "model.message_passing=expanded": EAGER,
     "model.message_passing=reach": EAGER,
     "model.cuda_graphs=false": " parameters; ",
@@ -35,6 +36,7 @@ NOTES = {  # what the log says of graphs, other than that there are some
 
 
 def assert_the_numbers_of_the_cpu(train, folder: Path, *overrides: str) -> None:
+    """Checks that the run `gpu` in the folder has the validation losses of a run on the CPU."""
     train(0, "run.name=cpu", *overrides).check()
     of_gpu, of_cpu = (read_metrics(folder / "runs" / name, "val") for name in ("gpu", "cpu"))
     for row, other in zip(of_gpu, of_cpu, strict=True):
@@ -42,7 +44,7 @@ def assert_the_numbers_of_the_cpu(train, folder: Path, *overrides: str) -> None:
 
 
 @pytest.mark.parametrize("options", RUNS, ids=" ".join)
-def test_runs_by_option(on_fake_gpus, train, tmp_path, options):
+def test_runs_with_various_options(on_fake_gpus, train, tmp_path, options):
     log = on_fake_gpus(0, *options)
     assert NOTES.get(options[0], GRAPHS) in log
     assert ("CUDA graphs" in log) == ("model.cuda_graphs=false" not in options)
@@ -59,9 +61,10 @@ def test_pair_features_that_are_computed_with_each_batch(train, tmp_path):
 
 @pytest.fixture
 def rich_tables(tmp_path: Path) -> list[str]:
-    """Overrides for tables with levels, weights, features, gaps and directed, weighted relations.
+    """Options for tables with levels, weights, node features, missing scores and edge weights.
 
-    Their scores are two, of 0 and 1 (`alive`), or of nodes; ask.tsv asks for some of their rows.
+    There are three tables of scores: `scores` with two scores, `alive` with a score of 0 and 1, and
+    `nodes` with scores of nodes. The table ask.tsv contains the nodes of some rows.
     """
     draw = random.Random(1)
     genes = [f"Y{i:02d}" for i in range(30)]
@@ -99,7 +102,7 @@ def rich_tables(tmp_path: Path) -> list[str]:
         ("nodes", ["model.readout=nodes", "model.cuda_graphs=false", "data.undirected=true"]),
     ],
 )
-def test_runs_and_predictions_by_table(
+def test_runs_and_predictions_with_various_tables(
     on_fake_gpus, train, predict, rich_tables, tmp_path, table, options
 ):
     overrides = [*rich_tables, f"data.perturbations={table}_rich.tsv", *options]
@@ -123,13 +126,13 @@ def test_two_ranks_on_two_gpus(on_fake_gpus, train, tmp_path, options):
     assert_the_numbers_of_the_cpu(train, tmp_path, *options)
 
 
-def test_processes_of_a_loader(run, tables, tmp_path):
+def test_a_run_with_loader_processes(run, tables, tmp_path):
     command = [sys.executable, "-m", "tests.tools.fake_gpu", "train.py", *tables, *SMALL]
     run([*command, "data.workers=1"], OMP_NUM_THREADS="1").check()
     assert GRAPHS in (tmp_path / "runs" / "default" / "log.rank0.txt").read_text()
 
 
-def test_a_run_resumes_and_starts_another(on_fake_gpus, train, tmp_path):
+def test_a_run_resumes_and_another_run_starts_from_it(on_fake_gpus, train, tmp_path):
     on_fake_gpus(0)
     train(0, fault="fake_gpu stop_at_step:3").check()
     on_fake_gpus(0, name="default")

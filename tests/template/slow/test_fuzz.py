@@ -1,7 +1,6 @@
-"""Random damage to small tables: they are read, or refused with one sentence.
+"""Small tables with random damage are read, or are an error with one message.
 
-A table is damaged as people and their programs do it. Where the damage is harmless, predictions
-keep their bits.
+The damage is typical for people and their programs. If it is harmless, predictions keep their bits.
 """
 
 import contextlib
@@ -35,13 +34,13 @@ GENES = [
     "c3",
     "d4",
 ]
-CASES = 12  # of each kind of harmless damage
-NUM_DAMAGED = 200
+CASES = 12  # number of tables with each kind of harmless damage
+NUM_DAMAGED = 200  # number of tables with random damage
 Table = dict[str, list[list[str]]]  # lines of cells, by the name of the file
 
 
 def make_tables() -> Table:
-    """Returns tables whose names, numbers and gaps are of many kinds."""
+    """Returns tables with many kinds of names, numbers and missing values."""
     draw = random.Random(0)
     edges = [["source", "target", "relation", "weight"]]
     for _ in range(40):
@@ -63,7 +62,7 @@ def table_of(tables: Table, draw: random.Random) -> list[list[str]]:
 
 
 def spaces(tables: Table, draw: random.Random) -> None:
-    """Blanks around the names of nodes and the numbers."""
+    """There are blanks around names of nodes and numbers."""
     for name, table in tables.items():
         for line in table[1:]:
             column = draw.randrange(3 if name == "scores" else len(line))
@@ -71,7 +70,7 @@ def spaces(tables: Table, draw: random.Random) -> None:
 
 
 def missing(tables: Table, draw: random.Random) -> None:
-    """Missing values as another program writes them."""
+    """Missing values are written as in another program."""
     text = draw.choice(["NA", "N/A", "#N/A", "NaN", "nan", "None", "null", "NULL", "<NA>", " "])
     for name in ("scores", "features"):
         for line in tables[name][1:]:
@@ -79,9 +78,9 @@ def missing(tables: Table, draw: random.Random) -> None:
 
 
 def other_numbers(tables: Table, draw: random.Random) -> None:
-    """The same numbers in another notation."""
+    """The same numbers are written in a different notation."""
     for line in tables["scores"][1:]:
-        with contextlib.suppress(ValueError):  # other damage has come before
+        with contextlib.suppress(ValueError):  # earlier damage may have replaced the number
             line[1] = draw.choice(["{:.6f}", "{:+.3f}", "{:.9e}", "{:g}"]).format(float(line[1]))
 
 
@@ -89,11 +88,11 @@ def order_of_names(tables: Table, draw: random.Random) -> None:
     for line in tables["scores"][1:]:
         names = line[0].split(",")
         draw.shuffle(names)
-        line[0] = ",".join([*names, names[0]] if line[0] else names)  # the first twice
+        line[0] = ",".join([*names, names[0]] if line[0] else names)  # repeats the first name
 
 
 def intact(tables: Table, draw: random.Random) -> None:
-    """A node at level 1 is not perturbed."""
+    """Each row also lists an intact node, with level 1."""
     for line in tables["scores"][1:]:
         names = set(re.findall(r"[^,=]+(?=,|=|$)", line[0]))
         spare = [gene for gene in GENES if gene not in names]
@@ -104,7 +103,7 @@ HARMLESS = [spaces, missing, other_numbers, order_of_names, intact]
 
 
 def any_cell(tables: Table, draw: random.Random) -> None:
-    """Some cell is another text, is lost, or stands twice."""
+    """A cell is replaced by another text, deleted or duplicated."""
     texts = ["", "-", "inf", "1,5", "0x1F", "1e400", "#REF!", "ctrl", "a1+b2", "a1;b2", "a1="]
     texts += ["=0.5", "a1=-1", "a1=2,a1=3", "1-Mar", "é", "\x00", "\ufeff", "a" * 10**4]
     line = draw.choice(table_of(tables, draw))
@@ -113,7 +112,7 @@ def any_cell(tables: Table, draw: random.Random) -> None:
 
 
 def any_character(tables: Table, draw: random.Random) -> None:
-    """Some characters are lost, or others."""
+    """A character is deleted or replaced."""
     line = draw.choice(table_of(tables, draw))
     column = draw.randrange(len(line))
     cell = list(line[column]) or [""]
@@ -128,7 +127,7 @@ def lost_lines(tables: Table, draw: random.Random) -> None:
 
 
 def twice(tables: Table, draw: random.Random) -> None:
-    """A line or a column stands twice."""
+    """A line or a column is duplicated."""
     table = table_of(tables, draw)
     if draw.random() < 0.5:
         table.insert(draw.randrange(len(table) + 1), list(draw.choice(table)))
@@ -139,7 +138,7 @@ def twice(tables: Table, draw: random.Random) -> None:
 
 
 def other_names(tables: Table, draw: random.Random) -> None:
-    """Names of a column in another case, or with other ends."""
+    """Names in a column are written in upper or lower case, or have a different end."""
     end = draw.choice([".1", "+ctrl", ",ctrl", "_b2", ";a1"])
     change = draw.choice([str.upper, str.lower, lambda name: name and name + end])
     for line in table_of(tables, draw)[1:]:
@@ -153,7 +152,7 @@ def decimal_commas(tables: Table, draw: random.Random) -> None:
 
 
 def other_columns(tables: Table, draw: random.Random) -> None:
-    """The cells of two columns are swapped, with or without the header."""
+    """Two columns are swapped, with or without their header."""
     table = table_of(tables, draw)
     a, b = draw.sample(range(len(table[0])), 2)
     for line in table[draw.choice([0, 1]) :]:
@@ -191,7 +190,7 @@ HARMFUL_BYTES = {
 
 # ---- The tests -----------------------------------------------------------------------------------
 class Reader:
-    """Reads tables that are written into a folder, with small models."""
+    """Writes tables into a folder, reads them, and predicts with a small model."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -199,7 +198,7 @@ class Reader:
         self.number = 0
 
     def read(self, files: dict[str, bytes]) -> Tensor | str:
-        """Returns predictions of an untrained model and its baseline, or the error's sentence."""
+        """Returns predictions of an untrained model and of its baseline, or the error message."""
         self.number += 1
         folder = self.folder / str(self.number)
         folder.mkdir()
@@ -258,14 +257,14 @@ def test_harmless_damage_changes_no_bit(reader, expected, damage):
 
 
 @pytest.mark.parametrize("change", HARMFUL_BYTES.values(), ids=HARMFUL_BYTES)
-def test_other_bytes_are_read_or_refused_with_a_sentence(reader, change):
+def test_damaged_bytes_are_read_or_are_an_error_with_one_message(reader, change):
     for name in ("edges", "scores", "features"):
         files = as_bytes(make_tables())
         files[name] = change(files[name])
         reader.read(files)
 
 
-def test_damage_upon_damage_is_read_or_refused_with_a_sentence(reader):
+def test_damaged_tables_are_read_or_are_an_error_with_one_message(reader):
     kinds: list[Callable] = [*HARMLESS, *HARMFUL]
     num_refused = 0
     for seed in range(NUM_DAMAGED):

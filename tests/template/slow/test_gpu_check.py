@@ -1,4 +1,4 @@
-"""`python -m tests.check gpu`, as far as it can run without a GPU: on the CPU, on broken copies."""
+"""`python -m tests.check gpu`, on the CPU or a simulated GPU, and with broken code."""
 
 import sys
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def stand_in(monkeypatch) -> Iterator[None]:
-    """Steps are captured as on a GPU, and replayed on the CPU; few are timed."""
+def simulated_graphs(monkeypatch) -> Iterator[None]:
+    """Steps are captured as on a GPU, and replayed on the CPU. Only a few steps are timed."""
     monkeypatch.setattr(gpu_graphs, "NUM_STEPS", 1)
     monkeypatch.setattr(gpu_graphs, "TIMED_STEPS", 2)
     monkeypatch.setattr(gpu_graphs, "TIMED_ROWS", 100)
@@ -36,10 +36,10 @@ def stand_in(monkeypatch) -> Iterator[None]:
     gpu_graphs.task_of.cache_clear()
 
 
-def test_without_a_gpu_it_says_so(run):
+def test_without_a_gpu_the_check_is_an_error_with_one_message(run):
     result = run([sys.executable, "-m", "tests.check", "gpu"])
     assert result.returncode == 2
-    assert result.stderr.startswith("error: tests.check gpu needs a GPU, but torch finds none: ")
+    assert result.stderr.startswith("error: tests.check gpu needs a GPU")
     assert result.stderr.count("\n") == 1
 
 
@@ -48,31 +48,31 @@ def test_without_a_gpu_it_says_so(run):
     ("kind", "number"),
     [("values", 6 + 6 * 2 + 1 + 12), ("graphs", 2 * 2 + 2 + 4 + 2 + 2 + 2 + 1)],
 )
-def test_all_checks_of_its_process_pass_on_a_gpu_that_is_not_there(command, kind, number):
+def test_all_checks_in_one_process_pass_on_a_simulated_gpu(command, kind, number):
     result = command(0, "tests/template/workers.py", "gpu_checks", kind, timeout=500).check()
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["OK"] * number, result.stdout
     if kind == "graphs":
         for text in (
             "the same bits again: True",
-            "as batches of model.message_passing=expanded",
+            "batches of model.message_passing=expanded",
             " it/s, without",
         ):
             assert text in result.stdout
 
 
-def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, capsys):
+def test_errors_of_graphs_are_reported(simulated_graphs, tmp_path, monkeypatch, capsys):
     report = gpu.Report(only="graphs, readout=both, fp32")
     monkeypatch.setattr(GraphedModel, "_provide_gradients", lambda model: None)
-    gpu.graphs(report, CPU, tmp_path)  # a replay overwrites what should add up
+    gpu.graphs(report, CPU, tmp_path)  # a replay overwrites gradients that should be added up
     monkeypatch.setattr(GraphedModel, "forward", lambda *_: 1 / 0)
-    gpu.graphs(report, CPU, tmp_path)  # is noticed before the first step
+    gpu.graphs(report, CPU, tmp_path)  # the error is noticed before the first step
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("WRONG") and "relative error" in first
     assert second.startswith("WRONG") and "because capturing them failed" in second
     report.only = "graphs, the optimiser's part, fp32"
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_graphs, "distance", lambda *_: 1e-12)  # by which ranks would drift
+        patch.setattr(gpu_graphs, "distance", lambda *_: 1e-12)  # ranks would drift apart
         gpu.graphs(report, CPU, tmp_path)
     assert "relative error 1.0e-12, replayed: True" in capsys.readouterr().out
     monkeypatch.setattr(GraphedUpdate, "_capture", lambda *_: None)
@@ -88,8 +88,8 @@ def test_what_is_wrong_with_graphs_is_reported(stand_in, tmp_path, monkeypatch, 
     assert report.num_wrong == 5 + len(gpu.REFUSALS)
 
 
-def test_torch_looks_for_freed_memory_where_it_can(stand_in, tmp_path, monkeypatch):
-    """As from torch 2.13 on."""
+def test_torch_checks_for_freed_memory_if_it_can(simulated_graphs, tmp_path, monkeypatch):
+    """torch 2.13 and later versions have this option."""
     asked = []
 
     def cuda_graph(graph: graphs.Capture, check_input_liveness: bool = False, **options: str):
@@ -101,7 +101,7 @@ def test_torch_looks_for_freed_memory_where_it_can(stand_in, tmp_path, monkeypat
     assert figure.endswith("replayed: True") and asked == [True]
 
 
-def test_what_is_wrong_or_raises_is_reported(tmp_path, monkeypatch, capsys):
+def test_wrong_values_and_exceptions_are_reported(tmp_path, monkeypatch, capsys):
     segments = gpu_checks._segment_product
     sums = RelationStack.forward
     factor = {torch.float32: 1.1, torch.float64: 1.0}  # the reference is in float64
@@ -132,7 +132,7 @@ def test_what_is_wrong_or_raises_is_reported(tmp_path, monkeypatch, capsys):
 def test_nothing_starts_after_the_limit(capsys):
     report = gpu.Report(limit_s=0.0)
     report.check("late", pytest.fail)
-    assert "TimeoutError: not reached within 0 s" in capsys.readouterr().out
+    assert "TimeoutError: " in capsys.readouterr().out
     assert report.num_wrong == 1
 
 
@@ -144,9 +144,9 @@ def test_a_program_that_hangs_is_ended(tmp_path):
 
 
 def test_programs_on_the_cpu(tmp_path, monkeypatch, capsys):
-    """Ranks are forked, which starts faster than torchrun, and replay steps on the CPU.
+    """Ranks are forked, because torchrun starts more slowly, and they replay steps on the CPU.
 
-    Two on one GPU cannot be tried here.
+    Two ranks on one GPU cannot be tested here.
     """
     stop_after = gpu_checks.stop_after
 

@@ -1,4 +1,4 @@
-"""Copies without each part, and without all: they train, and compute what the template does."""
+"""Copies without a part, or without all parts, train and compute the same numbers."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.template.parts_list import PARTS
 
 BY_NAME = {part.name: part for part in PARTS}
 EACH = [*BY_NAME, "all"]
-# What the log and the README of a copy without a part do not say.
+# Words that the log and the README of a copy without the part must not contain.
 WORDS = {
     "baseline": ["baseline"],
     "pairs": ["pair"],
@@ -37,10 +37,10 @@ WORDS = {
     "machines": ["ddp_machines", "preflight"],
 }
 WORDS["all"] = [word for words in WORDS.values() for word in words]
-WORDS["checks"] = ["tests.check"]  # which a copy without "all" has
-# Where there is no model_reach.py, the first layer's sums are rounded in another order.
+WORDS["checks"] = ["tests.check"]  # "all" does not include the part checks
+# Without model_reach.py, sums of the first layer are added, and rounded, in a different order.
 ROUNDING = {"reach": 1e-6, "all": 1e-6}
-MOST_LINES = 6000  # of the core; 5,000 are the goal
+MOST_LINES = 6000  # largest number of lines of the core; the goal is 5,000
 
 
 def parts_without(name: str) -> list:
@@ -48,12 +48,12 @@ def parts_without(name: str) -> list:
 
 
 def as_typed(value: object) -> str:
-    """Returns an option's value as on a command line."""
+    """Returns the value of an option in the form that a command line needs."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def rows_of(run: Path) -> list[dict]:
-    """Returns the losses of a run, and what its metrics are of the model alone."""
+    """Returns the losses of a run, and its metrics that do not depend on rivals."""
     rows = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -64,7 +64,7 @@ def rows_of(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def rows_of_template() -> dict[tuple, list[dict]]:
-    """What the template's runs computed, by their number of ranks and options."""
+    """{(number of ranks, *options): rows} of runs of the template."""
     return {}
 
 
@@ -72,7 +72,10 @@ def rows_of_template() -> dict[tuple, list[dict]]:
 def test_a_copy_without_a_part_trains_as_the_template_does(
     command, tables, tmp_path, rows_of_template, name
 ):
-    """On two ranks, without any part also on one; its logs and README have no word of it."""
+    """The copy trains on two ranks; the copy without all parts also trains on one.
+
+    Its logs and its README must not mention the part.
+    """
     copy = tmp_path / "copy"
     assert make_copy.main([str(copy), "--without", name]) == 0
     ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "."]
@@ -103,7 +106,7 @@ def test_a_copy_without_a_part_trains_as_the_template_does(
 
 
 def run_the_other_commands(command, folder: Path, copy: Path) -> list[str]:
-    """Predicts with a run of the copy and analyses it, as far as it can; returns what it prints."""
+    """Predicts and analyses with a copy, if it has these parts; returns the printed texts."""
     printed = []
     if (copy / "predict.py").exists():
         (folder / "ask.tsv").write_text("genes\nY01\nY02,Y03\n")
@@ -118,7 +121,7 @@ def run_the_other_commands(command, folder: Path, copy: Path) -> list[str]:
 
 
 def test_the_tests_of_a_copy_pass(run, tmp_path):
-    """By the command that its README gives; test_copy.py does so in an edited core copy."""
+    """The command is `./launch.sh test`; test_copy.py runs it in an edited core copy."""
     copy = tmp_path / "copy"
     assert make_copy.main([str(copy)]) == 0
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

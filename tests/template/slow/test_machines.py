@@ -1,4 +1,4 @@
-"""Several machines: two network namespaces joined by a virtual cable."""
+"""Several machines, simulated by two network namespaces with a virtual cable between them."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ RDZV = "alpha:29500"
 
 
 class Machine:
-    """A network namespace, with a folder as its local disk."""
+    """A simulated machine: a network namespace, with a folder as its local disk."""
 
     def __init__(self, space: str, address: str, disk: Path, run: Callable[..., Finished]):
         self.space = space
@@ -51,7 +51,7 @@ class Machine:
         )
 
     def processes(self, what: bytes) -> list[str]:
-        """Returns the ids of the processes here with `what` in their command or environment."""
+        """Returns the ids of its processes that have `what` in their command or environment."""
         found = []
         for pid in sh("ip", "netns", "pids", self.space).split():
             with contextlib.suppress(OSError):  # the process has exited
@@ -63,7 +63,7 @@ class Machine:
 
 @pytest.fixture
 def machines(run, tables, tmp_path) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with the tables on their disks."""
+    """Two machines, with the tables on the disk of each."""
     with contextlib.ExitStack() as stack:
         try:
             spaces = stack.enter_context(two_machines())
@@ -88,7 +88,7 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
     assert "samples over 3 ranks" in first.stdout
     assert first.stderr == ""
     for line in second.result().stderr.splitlines():
-        # torchrun's warning if the machine that hosts its store has exited first.
+        # torchrun prints this warning if the machine that hosts its store has exited first.
         assert "failed to shutdown the rendezvous" in line
     whole = run_on_one_machine(tmp_path, tables, 3, "data.batch_size=30", "optim.epochs=2")
     assert difference(alpha.run_folder, whole) == ""
@@ -97,7 +97,7 @@ def test_two_machines_with_one_and_two_processes_train_as_one(machines, tables, 
         assert len(list((machine.disk / ".cache").glob("tables-*.pt"))) == 1
 
 
-def test_machines_of_an_elastic_run_come_and_go(machines, tables, tmp_path):
+def test_machines_can_join_and_leave_an_elastic_run(machines, tables, tmp_path):
     alpha, beta = machines
     shared = f"run.dir={tmp_path}/shared"
     arguments = [*tables, *SMALL, "data.batch_size=32", "optim.epochs=500", shared]
@@ -135,14 +135,14 @@ def test_two_torchruns_of_one_machine_train_as_one(run, tables, tmp_path):
     assert difference(tmp_path / "runs/default", whole) == ""
 
 
-def test_waiting_for_a_missing_machine_times_out(machines, tables):
+def test_waiting_for_a_missing_machine_has_a_time_limit(machines, tables):
     alpha, beta = machines
     waiting = alpha.launch(*tables, RDZV_TIMEOUT="5", timeout=60)
     lost = beta.launch(*tables, RDZV="alpha:29501", RDZV_TIMEOUT="2", timeout=60)
     finished = lost.result()
     assert finished.returncode == 1 and finished.stdout == ""
-    expected = "error: nothing answered at RDZV=alpha:29501 for 2 s (RDZV_TIMEOUT): "
-    assert finished.stderr.startswith(expected) and finished.stderr.count("\n") == 1
+    assert finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
+    assert "RDZV=alpha:29501 for 2 s (RDZV_TIMEOUT)" in finished.stderr
     assert waiting.result().returncode == 1
     last_line = waiting.result().stderr.splitlines()[-1]
     assert last_line.endswith(".RendezvousTimeoutError")  # torchrun's own error
@@ -156,7 +156,7 @@ def test_a_machine_that_is_stopped_stops_the_other(machines, tables):
     sh("kill", "-USR1", *beta.processes(b"torch.distributed.run"))
     assert second.result().returncode == 1
     alpha.wait_for_the_end_of_ranks()
-    # Or it would wait minutes for the other one.
+    # Otherwise, this torchrun would wait minutes for the other torchrun.
     sh("kill", "-9", *alpha.processes(b"torch.distributed.run"))
     assert "error" not in first.result().stderr
     assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "stopped"
@@ -175,7 +175,8 @@ def test_a_network_cut_ends_both_machines_and_a_restart_resumes_the_run(machines
     assert json.loads((alpha.run_folder / "status.json").read_text())["state"] == "failed"
 
     connect({"alpha": alpha.space, "beta": beta.space})
-    second = both[1].result()  # only now can its torchrun notice that the other one is gone
+    # Only after the link is connected, this torchrun notices that the other torchrun has exited.
+    second = both[1].result()
     assert second.returncode == 1 and "its machine has failed or cannot be reached" in second.stderr
     for future in [machine.launch(*arguments) for machine in machines]:
         future.result().check()

@@ -1,4 +1,7 @@
-"""Each patch of tests/recipes, applied as a user does it, gives a copy that trains as it should."""
+"""Each patch of tests/recipes can be applied to a copy, which then trains correctly.
+
+test_recipes_data.py tests the patches that change the tables.
+"""
 
 import csv
 import json
@@ -33,11 +36,11 @@ from tests.template.slow.recipes import (
 )
 from tests.tools.runs import newest_checkpoint, read_metrics
 
-APART = [
-    {"attention", "own_model"},  # a layer of the model that the other replaces
-    {"covariates", "own_model"},  # a term of that model
-    {"covariates", "weighted_dataset"},  # columns, of which the other's files have none
-    {"edge_knockouts", "rules"},  # with rules, genes alone are deleted
+APART = [  # pairs of patches that cannot be combined
+    {"attention", "own_model"},  # attention changes the model that own_model replaces
+    {"covariates", "own_model"},  # covariates adds a term to the model that own_model replaces
+    {"covariates", "weighted_dataset"},  # files of JSON lines do not have further columns
+    {"edge_knockouts", "rules"},  # with rules, only genes can be deleted
 ]
 RECIPES = sorted(path.stem for path in ROOT.glob("tests/recipes/*.patch"))
 
@@ -53,7 +56,7 @@ def sources(copy):
 
 
 @pytest.mark.parametrize("repository", [None, ".."], ids=["in no repository", "within another"])
-def test_every_patch_can_be_applied_and_taken_back(copy, repository):
+def test_every_patch_can_be_applied_and_reversed(copy, repository):
     if repository:
         subprocess.run(["git", "init", "--quiet", repository], cwd=copy, check=True)
     original = sources(copy)
@@ -66,8 +69,7 @@ def test_every_patch_can_be_applied_and_taken_back(copy, repository):
         assert sources(copy) == original
 
 
-def test_patches_go_together(copy):
-    """Each pair, one after the other, gives the same files in both orders."""
+def test_pairs_of_patches_give_the_same_files_in_both_orders(copy):
     results = {}
     for first in RECIPES:
         git_apply(copy, first)
@@ -82,7 +84,7 @@ def test_patches_go_together(copy):
         git_apply(copy, first, "--reverse")
 
 
-def test_losses_go_together_and_with_ema_and_plateau(copy, tables):
+def test_patches_of_losses_can_be_combined_with_ema_and_plateau(copy, tables):
     recipes = "gaussian quantiles step_loss ema plateau"
     adapt(copy, recipes, [*tables, "optim.epochs=2", "optim.lr=0.05"])
     for loss in ("gaussian", "quantiles", "pearson"):
@@ -92,22 +94,22 @@ def test_losses_go_together_and_with_ema_and_plateau(copy, tables):
 
 
 @pytest.mark.parametrize("command", ["git apply --check -p1 -", "patch -p1 --dry-run --fuzz=0"])
-def test_every_patch_fits_what_the_copy_command_makes(run, tmp_path, command):
+def test_every_patch_applies_to_a_copy_made_by_the_copy_command(run, tmp_path, command):
     assert make_copy.main([str(tmp_path / "mine")]) == 0
     for name in RECIPES:
         patch = ROOT / f"tests/recipes/{name}.patch"
         run(["bash", "-c", f"cd mine && {command} < {patch}"]).check()
 
 
-def test_something_else(run, tmp_path):
-    """The commands of the page make a copy whose tests hold, and whose model learns."""
+def test_a_copy_without_a_graph_passes_its_tests_and_learns(run, tmp_path):
+    """The commands of docs/adapting.md make the copy."""
     mine = copy_of_classes(tmp_path / "mine")
     program = [sys.executable, "-m"]
     run([*program, "ruff", "check", "--no-cache", str(mine)]).check()
     modules = list(mine.glob("*.py"))
     num_lines = sum(len(path.read_text().splitlines()) for path in modules)
-    said = f"That leaves {len(modules)} modules of some {round(num_lines, -2):,} lines."
-    assert said in PAGE.read_text()
+    numbers = re.search(r"leaves (\d+) modules of \w+ ([\d,]+) lines", PAGE.read_text()).groups()
+    assert numbers == (str(len(modules)), f"{round(num_lines, -2):,}")
     alone = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pytest_here = " ".join([*program, "pytest", "-q", "-p", "tests.options"])
     tested = run(["bash", "-c", f"cd mine && {pytest_here}"], timeout=300, **alone).check()
@@ -119,7 +121,7 @@ def test_something_else(run, tmp_path):
     assert table[0] == "row\tclass\tprediction" and len(table) == 1 + test["n"]
 
 
-def test_the_page_names_every_patch_and_shows_code_of_some():
+def test_the_page_lists_every_patch_and_quotes_their_code_exactly():
     _, _, text = PAGE.read_text().partition("## Recipes\n")
     text = re.split(r"^## ", text, maxsplit=1, flags=re.M)[0]
     assert sorted(re.findall(r"tests/recipes/([a-z_]+)\.patch", text)) == RECIPES
@@ -165,9 +167,10 @@ def read_numbers(path):
 
 
 def train_two_runs(copy, tables, folder, loss):
-    """Trains with a loss of a recipe, on two scores, one of which varies more for some nodes.
+    """Trains two runs with a loss of a recipe, on two scores; resumes the second run.
 
-    Returns the checkpoint of the second run, which is resumed once, and the runs' newest ones.
+    The first score varies more for some nodes. Returns the last checkpoint of the second run, and
+    the path of the newest checkpoint of each run.
     """
     lines = (folder / "scores.tsv").read_text().splitlines()
     rows = ["genes\ta\tb"]
@@ -186,7 +189,10 @@ def train_two_runs(copy, tables, folder, loss):
 
 
 def predict_by_each_and_both(copy, files):
-    """Returns the columns of each run alone, [2, n] by name, and of both together, with parts."""
+    """Returns the predictions of each run and of the ensemble, by name of the column.
+
+    The predictions of the runs are stacked, [2, n]. Both include the parts of the predictions.
+    """
     predicted = []
     for runs in (files[:1], files[1:], files):
         launch(copy, 2, "predict.py", "scores.tsv", *runs, "--parts")
@@ -211,14 +217,20 @@ def assert_explained_and_taken_as_a_start(copy, files):
 
 
 def column_of_test(run, name):
-    """Returns the numbers of a column of both scores in test.tsv, such as _prediction, [n]."""
+    """Returns the numbers in the columns of both scores in test.tsv, row by row, [2 * n].
+
+    `name` is the end of the name of the columns, such as _prediction.
+    """
     lines = (run / "test.tsv").read_text().splitlines()
     rows = list(csv.DictReader(lines, delimiter="\t"))
     return torch.tensor([float(row[target + name]) for row in rows for target in "ab"]).double()
 
 
 def analyse_a_run(copy, metric):
-    """Returns a run that starts from the mean, and what analyse.py says of it, as does its log."""
+    """Trains a run that starts from the mean; returns its folder, and the output of analyse.py.
+
+    Both analyse.py and the log must report the metric.
+    """
     run = copy.parent / "runs/own"
     train(copy, "model.readout=global", name="own")
     launch(copy, 1, "analyse.py", "runs/own")
@@ -253,7 +265,7 @@ def test_gaussian(copy, tables, tmp_path):
         mean = each[target]
         sd = each[f"{target}_sd"]
         assert (sd.max(dim=1).values > 1.2 * sd.min(dim=1).values).all()
-        square = (mean.square() + sd.square()).mean(dim=0)  # of the mixture
+        square = (mean.square() + sd.square()).mean(dim=0)  # mean square of the mixture
         expected = (square - mean.mean(dim=0).square()).sqrt()
         torch.testing.assert_close(both[target], mean.mean(dim=0), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(both[f"{target}_sd"], expected, rtol=1e-2, atol=1e-3)
@@ -285,7 +297,7 @@ def test_quantiles(copy, tables, tmp_path):
     assert_explained_and_taken_as_a_start(copy, files)
 
 
-def test_the_loss_of_quantiles_is_least_where_they_are_the_quantiles_of_the_scores(copy):
+def test_the_loss_of_quantiles_is_minimal_at_the_quantiles_of_the_scores(copy):
     git_apply(copy, "quantiles")
     loss = runpy.run_path(str(copy / "losses.py"))["LOSSES"]["quantiles"]
     y = torch.randn(2001, 1, generator=torch.Generator().manual_seed(0)).double().exp()
@@ -317,7 +329,7 @@ def test_own_model(copy, tables, tmp_path):
 
 
 def test_attention(copy, tables, tmp_path):
-    """On a table whose edges have two features."""
+    """The edges of the table have two features."""
     add_levels(tmp_path)
     header, *rows = (tmp_path / "edges.tsv").read_text().splitlines()
     rows = [f"{row}\t{i % 7}\t{'NA' if i % 5 == 0 else i % 3}" for i, row in enumerate(rows)]
@@ -330,7 +342,7 @@ def test_attention(copy, tables, tmp_path):
     run_tests(copy, "tests/recipes/attention.py")
 
 
-# Stands in for `torch.utils.tensorboard`, which needs the package tensorboard: each call becomes a
+# Replaces `torch.utils.tensorboard`, which needs the package tensorboard: it writes each call as a
 # line of a file.
 BOARD = """
 import json, runpy, sys, types
@@ -385,13 +397,16 @@ def test_tensorboard(copy, tables, tmp_path):
     written = {tuple(call) for call in calls if call[0] != "purge"}
     tags = {tag for tag, *_ in expected}
     assert tags >= {"train/loss", "train/lr", "val/pearson", "test/pearson"}
-    # A resumed run has no row of the first run's test, which TensorBoard shows at its step.
+    # metrics.jsonl of a resumed run does not contain the first test, which TensorBoard still shows.
     assert expected <= written
     assert {tag.split("/")[0] for tag, *_ in written - expected} == {"test"}
 
 
 def resume(copy, step):
-    """Returns the last checkpoint of the run `killed`, which was the run `whole` until a step."""
+    """Resumes a copy of the run `whole` from its checkpoint at `step`; returns the last checkpoint.
+
+    The copy has the name `killed`.
+    """
     folder = copy.parent / "runs/killed"
     shutil.copytree(folder.with_name("whole"), folder)
     (folder / "checkpoints/best.pt").unlink()
@@ -404,7 +419,7 @@ def resume(copy, step):
 
 
 def test_plateau(copy, tables):
-    """The rate is halved after an epoch without a better metric, also after what a kill leaves."""
+    """The learning rate is halved after an epoch without a better metric, also in a resumed run."""
     options = ["optim.epochs=6", "optim.lr=0.3", "optim.plateau=0"]
     adapt(
         copy, "plateau", [*tables, *options, "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
@@ -428,7 +443,7 @@ def test_plateau(copy, tables):
 
 
 def test_ema(copy, tables, tmp_path):
-    """The average is what is validated, tested and predicts, also after what a kill leaves."""
+    """The average is validated, tested and used for predictions, also in a resumed run."""
     options = ["optim.epochs=3", "optim.lr=0.05", "optim.ema=0.9", "model.dropout=0.1"]
     saves = ["checkpoint.every_steps=4", "checkpoint.keep_last=99"]
     adapt(copy, "ema", [*tables, *options, *saves])
@@ -460,5 +475,5 @@ def test_ema(copy, tables, tmp_path):
         next(row for row in of_run if row["kind"] == "val") for of_run in (rows, rows_after)
     )
     assert first["step"] == first_after["step"] == 0
-    assert first["pearson"] != first_after["pearson"]  # which is of what run.init has given
+    assert first["pearson"] != first_after["pearson"]  # validates the parameters of run.init
     assert_parity(copy)
