@@ -37,6 +37,7 @@ from predict_tables import Chunk
 from run_results import NUMBER
 
 POINTS = 32  # number of points on the line from no change to the sum of changes
+NEGLIGIBLE = 1e-6  # contributions below this fraction of the score's unit are rounding errors
 
 
 class Contribution(NamedTuple):
@@ -308,7 +309,8 @@ class Explainer:
         """Applies `largest_changes` or `largest_pairs` to n samples, batch by batch, on all ranks.
 
         Returns a named tuple like the result of the function, whose fields are [n, T, number, ...],
-        on the CPU. `none` is the result for 0 samples.
+        on the CPU. `none` is the result for 0 samples. Contributions that are rounding errors are
+        set to 0.
         """
         ensemble = self.ensemble
         graph = ensemble.graph
@@ -331,7 +333,10 @@ class Explainer:
         fields = []
         for field, columns in zip(none, numbers.split(widths, dim=3), strict=True):
             fields.append(columns.reshape(len(rows), *field.shape[1:]).to(field.dtype))
-        return type(none)(*fields)
+        largest = type(none)(*fields)
+        least = NEGLIGIBLE * torch.stack(units).mean(dim=0).cpu().unsqueeze(1)  # [T, 1]
+        largest.contribution[largest.contribution.abs() < least] = 0.0
+        return largest
 
     def unexplained(self) -> list[str]:
         """Returns the files of the models without a knock-out pass that can be explained."""

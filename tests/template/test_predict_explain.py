@@ -126,8 +126,8 @@ def test_with_readout_nodes_only_the_target_contributes(shared, route):
         found = torch.stack(list(contributions(model, shared, make_batch(shared, sets))))
     torch.testing.assert_close(found[:, torch.arange(len(target)), target], expected)
     torch.testing.assert_close(found.sum(2), expected)
-    assert (expected[2] != 0).sum() == 5  # all except the node without edges
-    assert (found[3] == 0).all()
+    assert (expected[2].abs() > 1e-6).sum() == 5  # all except the node without edges
+    assert (found[3].abs() < 1e-6).all()  # rounding errors of products of different shapes
 
 
 def test_dead_nodes_and_intact_samples_contribute_nothing(shared):
