@@ -92,11 +92,16 @@ class Criterion:
 
         `predictions` contains the predictions of its M models, {name: [M, n, T]}. The result is the
         mean over the models. If there are several models, `sd` is the standard deviation of their
-        predictions.
+        predictions. If each model predicts an `sd`, the result is the standard deviation of the
+        mixture of their distributions: the variance of the mixture is the mean of the variances
+        plus the variance of the predictions.
         """
         means = {name: of_models.mean(dim=0) for name, of_models in predictions.items()}
         of_models = predictions["prediction"]
-        if len(of_models) > 1:
+        if "sd" in predictions:
+            variance = predictions["sd"].square().mean(dim=0) + of_models.var(dim=0, correction=0)
+            means["sd"] = variance.sqrt()
+        elif len(of_models) > 1:
             means["sd"] = of_models.std(dim=0)
         return means
 

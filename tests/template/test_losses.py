@@ -35,10 +35,6 @@ class Gaussian(Criterion):
         sd = self.std * (output.select(-1, 1) / 2).exp()
         return {**super().predictions(output), "sd": sd}
 
-    @staticmethod
-    def together(predictions):
-        return {name: of_models.mean(dim=0) for name, of_models in predictions.items()}
-
 
 class Counts(Squared):
     """A loss whose first column does not have the unit of the baseline."""
@@ -98,6 +94,16 @@ def test_binary_losses_are_minus_the_logarithm_of_the_probability_of_the_score()
     torch.testing.assert_close(probability, odds / (1 + odds))
     of_truth = probability.where(y == 1, 1 - probability)
     torch.testing.assert_close(criterion.losses(output, y), -of_truth.log())
+
+
+def test_an_ensemble_predicts_the_sd_of_the_mixture_of_its_models():
+    predictions = {
+        "prediction": torch.tensor([[[1.0]], [[5.0]]]).double(),  # two models, [M, n, T]
+        "sd": torch.tensor([[[1.0]], [[3.0]]]).double(),
+    }
+    together = Gaussian.together(predictions)
+    assert together["prediction"].item() == 3
+    assert together["sd"].item() == pytest.approx(math.sqrt((1 + 9) / 2 + 4))
 
 
 @pytest.mark.parametrize("loss", ["binary", "gaussian"])
