@@ -525,9 +525,10 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     """Returns whether a plan gives the same pooled changes as the model itself, for three samples.
 
     They differ if an edited layer or readout computes a different function than this module. The
-    comparison uses a copy of the model with noise on its parameters, because parameters that start
-    at zero would hide a difference. `batch` has three samples and is on the CPU. Each sample is
-    changed: it perturbs one node from which edges leave, at the levels 0, 0.3 and 2.
+    comparison uses a copy of the model with noise on its parameters and saved buffers, because
+    values that start neutral, such as zeros, would hide a difference. `batch` has three samples and
+    is on the CPU. Each sample is replaced: it perturbs one node from which edges leave, at the
+    levels 0, 0.3 and 2.
     """
     layers = [model.encoder.first, *model.encoder.layers]
     if any(type(layer) not in (FirstConv, KnockoutConv) for layer in layers):
@@ -546,8 +547,9 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     batch.seed = torch.zeros((), dtype=torch.long, device=graph.device)
     probe = copy.deepcopy(model).train()
     generator = torch.Generator().manual_seed(0)
-    for parameter in probe.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    for value in probe.state_dict().values():
+        if value.is_floating_point():
+            value += 0.1 * torch.rand(value.shape, generator=generator).to(value)
     term = probe.terms["knockout"]
     wild = probe.wild_type(graph, batch)
     planned = batch.plan.pooled(term, graph, wild)

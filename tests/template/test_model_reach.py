@@ -256,8 +256,11 @@ def test_a_plan_of_a_graph_with_one_sender_or_none_is_exact():
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("readout", ["both", "nodes"])
-def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, num_layers):
-    """This must be detected even if the edited part of the layer is 0 at the start."""
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_plan_is_not_exact_for_an_edited_layer(
+    shared, monkeypatch, readout, num_layers, is_buffer
+):
+    """This must be detected even if the edit uses a parameter or buffer that is 0 at the start."""
     add = KnockoutConv.add
 
     def squared(layer, x, h, update, record) -> Tensor:
@@ -265,7 +268,10 @@ def test_a_plan_is_not_exact_for_an_edited_layer(shared, monkeypatch, readout, n
 
     model = tiny_model(readout)
     for layer in (model.encoder.first, *model.encoder.layers):
-        layer.more = torch.nn.Parameter(torch.zeros(8))
+        if is_buffer:
+            layer.register_buffer("more", torch.zeros(8))
+        else:
+            layer.more = torch.nn.Parameter(torch.zeros(8))
     monkeypatch.setattr(KnockoutConv, "add", squared)
     assert not is_planned_exactly(model, shared, num_layers)
 
