@@ -339,7 +339,7 @@ class KnockoutConv(nn.Module):
         """
         h = self.norm(x)
         root = self.root(h)
-        sums = graph.propagate(h, self.SCALE * self.gate, level)
+        sums = graph.propagate(h, self.SCALE * self.gate, level)  # over the living edges
         return self.add(x, h, root + self.out(sums), record)
 
     def add(self, x: Tensor, h: Tensor, update: Tensor, record: list | None) -> Tensor:
