@@ -34,7 +34,6 @@ from mask import SharedGraph
 from model import GlobalReadout, KnockoutGNN, KnockoutTerm, WildType
 from parts import optional
 from predict_tables import Chunk
-from run_results import NUMBER
 
 POINTS = 32  # number of points on the line from no change to the sum of changes
 NEGLIGIBLE = 1e-6  # contributions below this fraction of the score's unit are rounding errors
@@ -263,8 +262,8 @@ class Explainer:
             nodes_of_targets = next(explained) if is_known else [[] for _ in targets]
             for target, nodes in zip(targets, nodes_of_targets, strict=True):
                 for name, contribution, features, without in nodes:
-                    prediction = "" if without is None else f"{without:{NUMBER}}"
-                    cells = (name, f"{contribution:{NUMBER}}", features, prediction)
+                    prediction = "" if without is None else repr(without)
+                    cells = (name, repr(contribution), features, prediction)
                     yield "\t".join((genes, target, *cells)) + "\n"
                 for _ in range(num_nodes - len(nodes)):
                     yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"

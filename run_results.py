@@ -11,8 +11,6 @@ from torch import Tensor
 
 from data_tables import Tables
 
-# The format of all numbers in tables. It has enough digits to distinguish 1e6 + 1e-3 from 1e6.
-NUMBER = ".12g"
 OUTPUT = "prediction_"  # prefix of the columns of all predictions except `prediction`
 
 
@@ -85,11 +83,13 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
 def table_lines(labels: Iterator[str], numbers: Tensor) -> Iterator[str]:
     """Yields the lines of a table without its header.
 
+    Each number has as many digits as are needed to read the same number again.
+
     Args:
         labels: the first cells of each row, joined by tabs.
         numbers: the further cells of each row, [n, C]. Cells that are nan are left empty.
     """
-    template = f"\t%{NUMBER}" * numbers.size(1) + "\n"
+    template = "\t%r" * numbers.size(1) + "\n"
     # Blocks of rows save memory, because a list needs four times the memory of a tensor.
     for some_numbers in numbers.split(100):
         for row in some_numbers.tolist():

@@ -28,13 +28,22 @@ from ddp_setup import Distributed
 from errors import RunError, UserError, counted
 from losses import LOSSES, Criterion
 from mask import SharedGraph
-from metrics import METRICS, first_metric, metrics_beside_rivals, mse, outputs_of, weighted_mean
+from metrics import (
+    METRICS,
+    first_metric,
+    mean_and_std,
+    metrics_beside_rivals,
+    mse,
+    outputs_of,
+    weighted_mean,
+)
 from model import GlobalReadout, KnockoutGNN, LocalReadout
 from parts import optional
 from run_checkpoint import Origin
 from run_results import result_lines
 
 log = logging.getLogger("task")
+LEAST_STD = 1e-9  # of a score, relative to its largest value; below it, float64 loses digits
 
 
 @dataclass
@@ -340,8 +349,8 @@ def check_scores(tables: Tables, config: Config) -> None:
     """Checks that every split has values of the scores, and that the loss accepts all values.
 
     Raises `UserError` if a score has no value in training, if validation has no value of any score,
-    or if a value is invalid for the loss. Logs a warning if a split has no value of a score, but
-    training is possible.
+    if the digits of a score would be lost, or if a value is invalid for the loss. Logs a warning if
+    a split has no value of a score, but training is possible.
     """
     for split in SPLITS:
         is_missing = tables.y[tables.rows(split)].isnan().all(dim=0)
@@ -352,6 +361,17 @@ def check_scores(tables: Tables, config: Config) -> None:
         if split == "train" or (split == "val" and len(names) == len(tables.targets)):
             raise UserError(f"{problem}: remove the column, or change the split")
         log.warning(f"note      {problem}, so the {split} metrics ignore it")
+    y = tables.y[tables.rows("train")]
+    centred = y - y.nanmedian(dim=0).values
+    _, std = mean_and_std(centred)
+    varies = (centred.nan_to_num() != 0).any(dim=0)
+    is_lost = varies & (std < LEAST_STD * y.nan_to_num().abs().amax(dim=0))
+    names = [name for name, lost in zip(tables.targets, is_lost.tolist(), strict=True) if lost]
+    if names:
+        raise UserError(
+            f"the standard deviation of the score {', '.join(names[:10])} is below {LEAST_STD:g} "
+            "of its largest value, so digits would be lost: subtract a constant from the score"
+        )
     LOSSES[config.optim.loss].check(tables.y)
 
 

@@ -1,5 +1,6 @@
 """task.py: the plan of batches, the scale of scores, the model, and metrics for kinds of scores."""
 
+import contextlib
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from analyse_metrics import metrics_by_group
 from analyse_results import read_results
 from config import Config
+from errors import UserError
 from metrics import mean_and_std, quality
 from model import KnockoutConv, ModelConfig
 from optim import OptimConfig
@@ -46,6 +48,16 @@ def test_the_plan_is_not_used_if_an_edited_layer_does_not_fit_it(monkeypatch, ca
 def test_constant_scores_have_the_scale_1(value):
     y = torch.full((1000,), value, dtype=torch.float64)
     assert mean_and_std(y.unsqueeze(1)) == (value, 1)
+
+
+@pytest.mark.parametrize(("offset", "is_refused"), [(0.0, False), (1e7, False), (1e10, True)])
+def test_a_score_whose_digits_would_be_lost_is_refused(offset, is_refused):
+    tables = additive_tables(1.0)
+    tables.y[:, 0] = offset + tables.y[:, 0] / tables.y[:, 0].std()
+    name = tables.targets[0]
+    raises = pytest.raises(UserError, match=f"deviation of the score {name} .*subtract a constant")
+    with raises if is_refused else contextlib.nullcontext():
+        KnockoutTask.from_tables(tables, Config())
 
 
 def test_the_mean_of_binary_scores_is_a_logit_and_their_unit_is_1():
