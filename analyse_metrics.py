@@ -210,7 +210,8 @@ def metrics_of_each(members: dict[str, Results], loss: str) -> dict[str, dict]:
     mean = {}
     sd = {}
     for name in by_member[next(iter(members))]:
-        values = torch.tensor([of_member[name] for of_member in by_member.values()])
+        of_members = [of_member[name] for of_member in by_member.values()]
+        values = torch.tensor(of_members, dtype=torch.float64)
         mean[name] = values.mean().item()
         sd[name] = values.std().item()
     return {"figures": by_member, "mean": mean, "sd": sd}

@@ -114,8 +114,9 @@ def read_graph(checkpoint: Path) -> dict[str, Any]:
 def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
     """Yields a warning if a checkpoint was trained on test rows of `tables`, or if this is unknown.
 
-    A test row counts if the checkpoint was trained on its set of nodes, or on one of its nodes that
-    is unseen in `tables`. `file` is the path of the checkpoint.
+    A test row counts if the checkpoint was trained on its set of nodes, but no training row of
+    `tables` has this set, or if it was trained on one of the row's nodes that is unseen in `tables`.
+    `file` is the path of the checkpoint.
     """
     try:
         graph = read_graph(Path(file))
@@ -126,7 +127,9 @@ def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
             "readable graph.pt next to it"
         )
         return
-    has_leak = torch.isin(named_sets(tables), trained_sets) & (tables.perturbed_ptr.diff() > 0)
+    sets = named_sets(tables)
+    is_trained_here = torch.isin(sets, sets[tables.rows("train")])
+    has_leak = torch.isin(sets, trained_sets) & ~is_trained_here & (tables.perturbed_ptr.diff() > 0)
     trained_names = {graph["genes"][node] for node in graph["trained"]["seen"].nonzero()}
     was_trained = torch.tensor([name in trained_names for name in tables.genes])
     is_leaked = was_trained & ~tables.is_seen().any(dim=1)

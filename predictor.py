@@ -232,10 +232,10 @@ class Ensemble:
         self.models = []
         for run in runs:
             task = task_of_run(run.config, run.checkpoint, self.tables, self.graph)
-            model = task.build_model()
+            model = task.build_model().to(ddp.device, dtype)  # before loading, which would round
             load_model(model, run.checkpoint)
             self.tasks.append(task)
-            self.models.append(model.to(ddp.device, dtype).eval())
+            self.models.append(model.eval())
             note_other_code(run)
         for note in notes_on_members([run.checkpoint for run in runs]):
             log.warning(f"note      {note}")

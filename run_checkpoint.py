@@ -87,6 +87,8 @@ class TrainState:
         Raises:
             UserError: the checkpoint has a different model, optimiser or parameter groups.
         """
+        if "trained_model" in state:  # best.pt, whose model is an average
+            state = {**state, "model": state["trained_model"], "best_model": state["model"]}
         groups = self.optimizer.param_groups
         try:
             load_model(self.model, state)

@@ -306,7 +306,8 @@ class RunFolder:
         path = self.checkpoints / "best.pt"
         step = state.best["step"]
         with contextlib.suppress(Exception):  # reading a damaged file can raise any exception
-            if load_file(path, mmap=True)["best"] == state.best:
+            found = load_file(path, mmap=True)
+            if found["best"] == state.best and found["best_model"] is None:
                 return
         saved = {name: value for name, value in checkpoint.items() if name != "file"}
         best = {**saved, "model": state.best_model, "best_model": None}
@@ -370,7 +371,9 @@ class RunFolder:
         Args:
             state: the state to save.
             is_best: whether to write best.pt as well. In best.pt, `model` contains the parameters
-                that were validated, for example a moving average.
+                that were validated. If these are not the trained parameters, for example because
+                a moving average is validated, best.pt also contains `trained_model`, so that a
+                run can resume from it.
 
         Raises:
             RunError: a parameter is not finite, or a file cannot be written. Every rank raises this
@@ -397,6 +400,9 @@ class RunFolder:
                 # previous checkpoint, and writes both files again.
                 if is_best:
                     validated = {"model": state.best_model, "best_model": None}
+                    trained = checkpoint["model"]
+                    if any(not trained[name].equal(state.best_model[name]) for name in trained):
+                        validated["trained_model"] = trained
                     save_atomically(self.checkpoints / "best.pt", checkpoint | validated)
                 save_atomically(path, checkpoint)
                 saved = [other for other in self.step_files() if other.name <= path.name]

@@ -361,3 +361,11 @@ def test_the_interval_of_a_single_cluster_is_nan(num_rows):
 
 def test_an_interval_contains_the_middle_95_percent():
     assert interval(torch.linspace(0, 1, 1001)) == pytest.approx([0.025, 0.975])
+
+
+def test_means_over_runs_are_in_double_precision():
+    members = {str(num_rows): make_rows(num_rows) for num_rows in (50, 60, 70)}
+    analysis = analyse_metrics.metrics_of_each(members, "squared")
+    values = [figures["mse"] for figures in analysis["figures"].values()]
+    assert analysis["mean"]["mse"] == pytest.approx(np.mean(values), rel=1e-14)
+    assert analysis["sd"]["mse"] == pytest.approx(np.std(values, ddof=1), rel=1e-12)

@@ -409,6 +409,11 @@ def test_members_may_differ_in_precision(trained, predict, tmp_path, route):
         predict(0, "ask.tsv", *runs, option, "--explain=3").check()
         models = Predictor(*(tmp_path / run for run in runs), device="cpu").ensemble.models
         assert {next(model.parameters()).dtype for model in models} == {torch.float64}
+    file = newest_checkpoint(tmp_path / "runs/fp64")
+    saved = torch.load(file, weights_only=True)["model"]
+    (model,) = Predictor(file, device="cpu").ensemble.models
+    for name, value in model.state_dict().items():  # the parameters are not rounded
+        assert torch.equal(value, saved[name]), name
 
 
 def test_each_score_has_a_standard_deviation(train, predict, tmp_path):

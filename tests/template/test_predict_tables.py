@@ -209,3 +209,16 @@ def test_test_rows_on_which_a_checkpoint_was_trained_are_counted(
     (tmp_path / "runs/default/graph.pt").unlink()
     (note,) = [note for note in same.notes() if file in note]
     assert note.startswith(f"{file}: cannot check whether ")
+
+
+def test_a_set_that_is_also_in_training_here_is_not_counted(trained, tables, tmp_path, monkeypatch):
+    """With data.split=random, the levels of a set are in different splits."""
+    monkeypatch.chdir(tmp_path)
+    sets = [f"Y{k:02d}={level}" for k in range(30) for level in (0.0, 0.3, 0.6)]
+    rows = [(one_set, k % 7) for k, one_set in enumerate(sets)]
+    levels = write_table(tmp_path / "levels.tsv", [("genes", "score"), *rows])
+    options = [*tables, f"data.perturbations={levels}", "data.split=random"]
+    trained(*options)
+    config = read_config([*options, "run.init=runs/default/checkpoints/best.pt"])
+    task = KnockoutTask.from_tables(load(config.data), config)
+    assert not [note for note in task.notes() if "best.pt" in note]

@@ -20,7 +20,7 @@ from optim import OptimConfig, schedule
 from run_checkpoint import TrainState
 from run_folder import RunFolder, environment
 from run_plots import curves_svg
-from tests.tools.runs import difference, read_metrics, zero_a_block
+from tests.tools.runs import difference, newest_checkpoint, read_metrics, zero_a_block
 
 FIRST = first_metric()
 
@@ -326,6 +326,10 @@ def test_best_pt_of_a_different_run_is_replaced(trained, train, tmp_path):
     torch.save(own | {"best": own["best"] | {"loss": 0.5}}, file)  # the step is the same
     train(0).check()
     assert torch.load(file, weights_only=True)["best"] == own["best"]
+    newest = newest_checkpoint(tmp_path / "runs/default")  # of this run, but of a later step
+    file.write_bytes(newest.read_bytes())
+    train(0).check()
+    assert torch.load(file, weights_only=True)["step"] == own["step"]
 
 
 @pytest.mark.slow
