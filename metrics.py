@@ -192,30 +192,16 @@ def first_metric(figures: Collection[str] | None = None) -> str:
     return next(names, "pearson")
 
 
-def is_error(metric: Callable[..., Tensor]) -> bool:
-    """Returns whether a metric is an error, so that smaller values are better.
-
-    The metric is computed for predictions that are close to y, and for predictions that are not.
-    """
-    y = torch.tensor([[0.0], [1.0]] * 8, dtype=torch.float64)
-    near = 0.1 + 0.8 * y
-    names = ["prediction", *outputs_of(metric)]
-    value = apply(metric, y, dict.fromkeys(names, near), 1.0)
-    return bool(value < apply(metric, y, dict.fromkeys(names, 1 - near), 1.0))
-
-
 def quality(metrics: dict[str, Any]) -> tuple[float, float]:
     """Returns a key by which results are compared; a larger key is better.
 
-    Results are compared by the first metric, then by minus the loss. If the first metric is an
-    error, its sign is changed. If it is undefined, it counts as 0. A loss that is nan is the worst.
+    Results are compared by the first metric, then by minus the loss. If the first metric is
+    undefined, it counts as 0. A loss that is nan is the worst.
     """
     name = first_metric()
     value = metrics.get(name, -math.inf)  # missing if METRICS was edited after the checkpoint
     if math.isnan(value):
         value = 0.0
-    if name in metrics and is_error(METRICS[name]):
-        value = -value
     loss = metrics["loss"]
     if math.isnan(loss):
         loss = math.inf

@@ -95,7 +95,7 @@ class KnockoutTask:
         loss = LOSSES[config.optim.loss]
         mean, std = loss.origin_and_unit(*training_mean_and_std(tables))
         criterion = loss(mean, std).to(device)
-        check_metrics(criterion, config.optim.loss)
+        check_metrics(tables, loss(mean, std), config.optim.loss)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
             from model_pairs import add_pair_features  # an optional part
@@ -375,16 +375,29 @@ def check_scores(tables: Tables, config: Config) -> None:
     LOSSES[config.optim.loss].check(tables.y)
 
 
-def check_metrics(criterion: Criterion, loss: str) -> None:
+def check_metrics(tables: Tables, criterion: Criterion, loss: str) -> None:
     """Logs a warning for each metric that needs a prediction, such as sd, which the loss lacks.
 
-    Raises `UserError` if this is the first metric, because the first metric chooses the best model.
+    The first metric chooses the best model. Raises `UserError` if it needs such a prediction, or if
+    it is larger for shuffled scores than for the scores themselves.
     """
-    a_row = criterion.mean.new_zeros(1, len(criterion.mean), len(criterion.columns))
-    outputs = criterion.predictions(a_row)
+    y = tables.y[tables.rows("train")[:1000]]
+    output = y.new_zeros(*y.shape, len(criterion.columns))
+    # The true scores as predictions, with further predictions such as an `sd`.
+    truth = criterion.predictions(output) | {"prediction": y.where(~y.isnan(), y.nanmean(dim=0))}
     for name, metric in METRICS.items():
-        for output in outputs_of(metric, but=outputs):
-            problem = f"the metric {name} needs {output}, which optim.loss={loss} does not predict"
+        for missing in outputs_of(metric, but=truth):
+            problem = f"the metric {name} needs {missing}, which optim.loss={loss} does not predict"
             if name == first_metric():
                 raise UserError(f"{problem}: set another loss, or another first metric")
             log.warning(f"note      {problem}, so it is omitted")
+    first = first_metric()
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    shuffled = {name: values[order] for name, values in truth.items()}
+    of_truth = metrics_beside_rivals(y, truth, {})[first]
+    of_shuffled = metrics_beside_rivals(y, shuffled, {})[first]
+    if (of_truth - of_shuffled).nanmean() < 0:
+        raise UserError(
+            f"the first metric of metrics.METRICS, {first}, is smaller for better predictions: "
+            "return its negative, because the largest value chooses the best model"
+        )

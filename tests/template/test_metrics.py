@@ -2,20 +2,25 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+import metrics
+import task
 from analyse_metrics import (
     average_precision,
     target_metrics,
 )
+from data import training_mean_and_std
+from errors import UserError
+from losses import LOSSES
 from metrics import (
     METRICS,
     as_ranked,
     first_metric,
-    is_error,
     metrics_beside_rivals,
     metrics_text,
     mse,
@@ -25,7 +30,8 @@ from metrics import (
     rank,
     spearman,
 )
-from tests.template.results import log_likelihood, normal
+from tests.template.results import normal
+from tests.template.tables import additive_tables
 from tests.template.tasks import predictions_of
 from tests.tools.runs import read_metrics
 
@@ -44,13 +50,12 @@ def test_a_custom_metric_is_logged_and_chooses_the_best_model(train, tmp_path):
     rows = read_metrics(tmp_path / "runs/default", "val")[2:]
     assert len(rows) == 2
     for row in rows:
-        assert row["worst"] == -row[FIRST]
-        assert row["baseline_worst"] == -row[f"baseline_{FIRST}"]
+        assert row["doubled"] == 2 * row[FIRST]
+        assert row["baseline_doubled"] == 2 * row[f"baseline_{FIRST}"]
     (test,) = read_metrics(tmp_path / "runs/default", "test")
-    # `worst` is smaller for better predictions.
-    assert test["best_step"] == min(rows, key=lambda row: row["worst"])["step"]
+    assert test["best_step"] == max(rows, key=lambda row: row["doubled"])["step"]
     title = f"loss {test['loss']:.4f}"
-    for name in ("worst", *METRICS):
+    for name in ("doubled", *METRICS):
         baseline = test[f"baseline_{name}"]
         title += f", {name.title()} {test[name]:.4f}, baseline {baseline:.4f}"
     assert f"test      {title}" in result.stdout
@@ -88,25 +93,34 @@ def test_models_with_an_undefined_metric_are_ranked_by_loss():
         assert worse < better
 
 
-def test_metrics_that_are_errors_are_detected():
+def check_with_first_metric(metric: Callable[..., torch.Tensor], loss: str = "squared") -> None:
+    """Checks `METRICS` that begin with a metric, on the tables of 300 rows."""
+    tables = additive_tables(1.0)
+    mean, std = training_mean_and_std(tables)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "METRICS", {"first": metric})
+        patch.setattr(task, "METRICS", {"first": metric})
+        task.check_metrics(tables, LOSSES[loss](mean, std), loss)
+
+
+@pytest.mark.parametrize("metric", [mse, lambda *arguments: mse(*arguments).sqrt()])
+def test_a_first_metric_that_is_an_error_is_refused(metric):
+    with pytest.raises(UserError, match="first, is smaller for better predictions"):
+        check_with_first_metric(metric)
+
+
+def test_other_first_metrics_are_accepted():
     def accuracy(y, prediction, weight):
         return (y == prediction).double().mean(dim=0)
 
     def undefined(y, prediction, weight):
         return y.new_full((y.size(1),), math.nan)
 
-    def minus_log_likelihood(y, prediction, weight, sd):
-        return -log_likelihood(y, prediction, weight, sd)
-
     def top_share(y, prediction, weight, share=0.1):
         return (prediction > 1 - share).double().mean(dim=0)
 
-    assert is_error(minus_log_likelihood)
-    assert is_error(mse)
-    assert is_error(lambda *arguments: mse(*arguments).sqrt())
-    metrics = (*METRICS.values(), r2, spearman, accuracy, undefined, log_likelihood, top_share)
-    for metric in metrics:
-        assert not is_error(metric)
+    for metric in (*METRICS.values(), r2, spearman, accuracy, undefined, top_share):
+        check_with_first_metric(metric)
 
 
 # ---- Metrics -------------------------------------------------------------------------------------
