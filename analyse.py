@@ -78,7 +78,12 @@ from errors import UserError, counted
 from losses import LOSSES
 from metrics import first_metric
 from parts import is_here, optional
-from run_checkpoint import explain_write_errors, read_checkpoint, write_atomically
+from run_checkpoint import (
+    explain_write_errors,
+    may_compare,
+    read_checkpoint,
+    write_atomically,
+)
 from run_folder import read_metrics, read_status
 from run_results import row_labels
 
@@ -394,7 +399,9 @@ def config_of(folder: Path) -> Config:
 def tables_of(config: data.DataConfig, folder: Path) -> Tables:
     """Returns the tables of a run; raises `UserError` if they have changed since the run."""
     tables = data.load(config)
-    if read_checkpoint(folder / "checkpoints/best.pt")["data"] != tables.fingerprint():
+    earlier = read_checkpoint(folder / "checkpoints/best.pt")["data"]
+    fingerprint = tables.fingerprint()
+    if may_compare(earlier, fingerprint) and earlier != fingerprint:
         raise UserError("the tables have changed since the run")
     return tables
 

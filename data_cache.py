@@ -4,7 +4,6 @@ If anything changes that a value depends on, the name of its file changes, and t
 again.
 """
 
-import ast
 import contextlib
 import fcntl
 import functools
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 
+from parts import code_digest
 from run_checkpoint import load_file
 
 log = logging.getLogger(__name__)
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have a docstring
 
 
 def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any:
@@ -101,9 +100,5 @@ def source_digest(function: Callable) -> str:
     files = {module.__file__ for module in finder.modules.values()} - {None}
     digest = hashlib.sha256()
     for file in sorted(files):
-        tree = ast.parse(Path(file).read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False):
-                del node.body[0]
-        digest.update(ast.dump(tree).encode())
+        digest.update(code_digest(Path(file)).encode())
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from data_cells import SPLITS, Rows, number_names, read_header, read_rows, stabl
 from errors import DataError
 from metrics import standardise
 from parts import optional
+from run_checkpoint import FINGERPRINT
 
 MIXING = -0x61C8864680B583EB  # 2**64 / golden ratio, interpreted as a signed number
 # Fields that are not part of the fingerprint: descriptions of the files, and `sd`, which `weight`
@@ -186,19 +187,25 @@ class Tables:
         """Returns a SHA-256 hash of the named fields, or of all fields by default.
 
         All fields include the fields that you have added to the class. The fields in `OF_FILES` are
-        always left out.
+        always left out. A field at its default value does not count, so that a new field does not
+        change the hash of tables that do not use it.
         """
 
         def encode(tensor: Tensor) -> list:
             content = torch.as_tensor(tensor).ravel().view(torch.uint8).numpy()
             return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(content).hexdigest()]
 
+        defaults = {}
+        for each in fields(self):
+            has_factory = each.default_factory is not MISSING
+            defaults[each.name] = each.default_factory() if has_factory else each.default
         digest = hashlib.sha256()
         for name, value in vars(self).items():
-            if name in OF_FILES or (names and name not in names):
+            is_default = not isinstance(value, Tensor) and value == defaults.get(name)
+            if name in OF_FILES or is_default or (names and name not in names):
                 continue
             digest.update(json.dumps([name, value], default=encode).encode())
-        return digest.hexdigest()
+        return digest.hexdigest() if names else FINGERPRINT + digest.hexdigest()
 
 
 # ---- Files ---------------------------------------------------------------------------------------

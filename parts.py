@@ -3,8 +3,11 @@
 If a part has an option, set it to the value in `NEEDS` that does not need the part. Nothing else
 has to change, because no core module imports a part at its top. It imports the part inside the `if`
 of its option, or with `optional`. docs/adapting.md lists the parts. All other modules are the core.
+`code_digest` identifies the code of any module.
 """
 
+import ast
+import hashlib
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 from errors import UserError
 
 FOLDER = Path(__file__).parent.resolve()
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have a docstring
 # Each row: an option, the module that it needs, its value without the module, and the values that
 # need the module. () means that all other values need it.
 NEEDS = (
@@ -40,6 +44,29 @@ def optional(name: str) -> ModuleType | None:
 def is_here(name: str) -> bool:
     """Returns whether a module is in the same folder as parts.py."""
     return (FOLDER / f"{name}.py").exists()
+
+
+def code_digest(path: Path) -> str:
+    """Returns a hash of the code in a Python file.
+
+    Comments, docstrings and layout do not count, and neither does the version of Python.
+    """
+    return hashlib.sha256(repr(content_of(ast.parse(path.read_bytes()))).encode()).hexdigest()
+
+
+def content_of(value: Any) -> Any:
+    """Returns a syntax tree as nested lists, without docstrings and fields that are empty."""
+    if isinstance(value, list):
+        return [content_of(item) for item in value]
+    if not isinstance(value, ast.AST):
+        return value
+    if isinstance(value, DOCUMENTED) and ast.get_docstring(value, clean=False) is not None:
+        del value.body[0]
+    content = [type(value).__name__]
+    for name, field in ast.iter_fields(value):
+        if field not in (None, []):  # each version of Python adds fields
+            content.append([name, content_of(field)])
+    return content
 
 
 def check_parts(options: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from `code_of_steps`. A resumed run and a prediction compare these hashes with t
 current code. The ranks of a run compare their hashes with each other.
 """
 
-import hashlib
 import logging
 import re
 import sys
@@ -14,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from errors import UserError
-from parts import FOLDER
+from parts import FOLDER, code_digest
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
@@ -120,21 +119,26 @@ def hashes_of(files: Iterable[str]) -> dict[str, str]:
     for file in sorted(files):
         path = FOLDER / file
         if path.is_file():
-            digests[file] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            digests[file] = code_digest(path)[:16]
     return digests
 
 
 def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     """Returns a text that lists the code files that differ from those of a checkpoint.
 
-    The text is "" if no file differs. A checkpoint without hashes counts as equal. Files that only
-    the checkpoint or only the current code has are ignored. Such a file belongs to an optional
-    part, which options select, or else the module that imports it has changed, too.
+    The text is "" if no file differs. A checkpoint without hashes counts as equal, and so does a
+    checkpoint with the shorter hashes of earlier versions of the template, which also depended on
+    comments. Files that only the checkpoint or only the current code has are ignored. Such a file
+    belongs to an optional part, which options select, or else the module that imports it has
+    changed, too.
 
     Args:
         checkpoint: the entries of a checkpoint.
         code: the current hashes, from `code_digests`.
     """
     earlier = checkpoint.get("code") or code
-    edited = sorted(file for file in code.keys() & earlier.keys() if code[file] != earlier[file])
+    edited = []
+    for file in sorted(code.keys() & earlier.keys()):
+        if len(code[file]) == len(earlier[file]) and code[file] != earlier[file]:
+            edited.append(file)
     return f"a different version of {', '.join(edited)}" if edited else ""

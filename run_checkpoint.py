@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from errors import RunError, UserError, reason_of
 
 log = logging.getLogger("run_checkpoint")
+# The first characters of the fingerprints of tables. Earlier versions of the template only wrote a
+# hash, which also depended on fields that the tables do not use.
+FINGERPRINT = "v2:"
 # The entries that every checkpoint must have.
 NEEDED = ("model", "optimizer", "scaler", "step", "epoch", "config", "data")
 
@@ -146,6 +149,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if isinstance(error, OSError):
             problem += f": {reason_of(error)}: give a file such as runs/NAME/checkpoints/best.pt"
         raise UserError(problem) from None
+
+
+def may_compare(fingerprint: str, other: str) -> bool:
+    """Returns whether two fingerprints of tables were computed by the same method."""
+    return fingerprint.startswith(FINGERPRINT) == other.startswith(FINGERPRINT)
 
 
 def load_model(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:

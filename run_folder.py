@@ -32,6 +32,7 @@ from run_checkpoint import (
     explain_write_errors,
     load_file,
     lock_file,
+    may_compare,
     read_checkpoint,
     save_atomically,
     write_atomically,
@@ -209,7 +210,12 @@ class RunFolder:
         """Raises `UserError` if the data or a fixed option has changed since a checkpoint."""
         file = checkpoint["file"]
         advice = f"set another run.name. To start from its parameters, also set run.init={file}"
-        if checkpoint["data"] != self.origin.data:
+        if not may_compare(checkpoint["data"], self.origin.data):
+            log.warning(
+                f"note      {file} was written by an earlier version of the template, so it cannot "
+                "be checked whether tables, split and code are still the same"
+            )
+        elif checkpoint["data"] != self.origin.data:
             raise UserError(f"{file} was trained on different data or a different split: {advice}")
         given = self.config.options()
         for key, earlier in self.changed_options(checkpoint, "fixed").items():
