@@ -201,7 +201,8 @@ class Tables:
             defaults[each.name] = each.default_factory() if has_factory else each.default
         digest = hashlib.sha256()
         for name, value in vars(self).items():
-            is_default = not isinstance(value, Tensor) and value == defaults.get(name)
+            default = defaults.get(name, MISSING)
+            is_default = type(value) is type(default) and value == default
             if name in OF_FILES or is_default or (names and name not in names):
                 continue
             digest.update(json.dumps([name, value], default=encode).encode())

@@ -7,6 +7,7 @@ of its option, or with `optional`. docs/adapting.md lists the parts. All other m
 """
 
 import ast
+import functools
 import hashlib
 import importlib
 from collections.abc import Mapping
@@ -46,12 +47,13 @@ def is_here(name: str) -> bool:
     return (FOLDER / f"{name}.py").exists()
 
 
-def code_digest(path: Path) -> str:
-    """Returns a hash of the code in a Python file.
+@functools.cache
+def code_digest(source: bytes) -> str:
+    """Returns a hash of the code of a Python module, given the content of its file.
 
     Comments, docstrings and layout do not count, and neither does the version of Python.
     """
-    return hashlib.sha256(repr(content_of(ast.parse(path.read_bytes()))).encode()).hexdigest()
+    return hashlib.sha256(repr(content_of(ast.parse(source))).encode()).hexdigest()
 
 
 def content_of(value: Any) -> Any:

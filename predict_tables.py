@@ -115,8 +115,8 @@ def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
     """Yields a warning if a checkpoint was trained on test rows of `tables`, or if this is unknown.
 
     A test row counts if the checkpoint was trained on its set of nodes, but no training row of
-    `tables` has this set, or if it was trained on one of the row's nodes that is unseen in `tables`.
-    `file` is the path of the checkpoint.
+    `tables` has this set. It also counts if the checkpoint was trained on one of its nodes that is
+    unseen in `tables`. `file` is the path of the checkpoint.
     """
     try:
         graph = read_graph(Path(file))

@@ -18,6 +18,7 @@ from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
 # The lines of environment.txt with a version.
+OLD_LENGTH = 12  # digits of the hashes of code in checkpoints of earlier versions
 VERSION = re.compile(r"^(python|torch|CUDA|torch-geometric|numpy): (.*)", re.M)
 # Files with these prefixes do not affect the numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
@@ -119,7 +120,7 @@ def hashes_of(files: Iterable[str]) -> dict[str, str]:
     for file in sorted(files):
         path = FOLDER / file
         if path.is_file():
-            digests[file] = code_digest(path)[:16]
+            digests[file] = code_digest(path.read_bytes())[:16]
     return digests
 
 
@@ -127,10 +128,9 @@ def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     """Returns a text that lists the code files that differ from those of a checkpoint.
 
     The text is "" if no file differs. A checkpoint without hashes counts as equal, and so does a
-    checkpoint with the shorter hashes of earlier versions of the template, which also depended on
-    comments. Files that only the checkpoint or only the current code has are ignored. Such a file
-    belongs to an optional part, which options select, or else the module that imports it has
-    changed, too.
+    checkpoint with the hashes of earlier versions of the template, which also depended on comments.
+    Files that only the checkpoint or only the current code has are ignored. Such a file belongs to
+    an optional part, which options select, or else the module that imports it has changed, too.
 
     Args:
         checkpoint: the entries of a checkpoint.
@@ -139,6 +139,6 @@ def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
     earlier = checkpoint.get("code") or code
     edited = []
     for file in sorted(code.keys() & earlier.keys()):
-        if len(code[file]) == len(earlier[file]) and code[file] != earlier[file]:
+        if len(earlier[file]) != OLD_LENGTH and code[file] != earlier[file]:
             edited.append(file)
     return f"a different version of {', '.join(edited)}" if edited else ""

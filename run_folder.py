@@ -119,17 +119,10 @@ class RunFolder:
     # ---- Opening ---------------------------------------------------------------------------------
     @classmethod
     def open(cls, *arguments: Any) -> "RunFolder":
-        """Creates and locks the folder of a run. A collective.
+        """Returns a `RunFolder` with these arguments, and creates and locks the folder.
 
-        Args:
-            arguments: the arguments of the class.
-
-        Returns:
-            The `RunFolder`.
-
-        Raises:
-            UserError: the folder cannot be written, or another process uses it. All ranks raise
-                this error.
+        A collective. Raises `UserError` on all ranks if the folder cannot be written, or if another
+        process uses it.
         """
         folder = cls(*arguments)
         with folder.ddp.sync_errors():
@@ -377,9 +370,8 @@ class RunFolder:
         Args:
             state: the state to save.
             is_best: whether to write best.pt as well. In best.pt, `model` contains the parameters
-                that were validated. If these are not the trained parameters, for example because
-                a moving average is validated, best.pt also contains `trained_model`, so that a
-                run can resume from it.
+                that were validated. If these are for example a moving average, best.pt also
+                contains the trained parameters, as `trained_model`.
 
         Raises:
             RunError: a parameter is not finite, or a file cannot be written. Every rank raises this

@@ -14,7 +14,7 @@ from run_changes import code_digests, other_code
 from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
-OTHER = "# another comment\n"
+OTHER = "ANOTHER = 0\n"
 
 
 def copy_code(folder: Path) -> Path:
@@ -69,6 +69,9 @@ def test_loaded_modules_count_if_they_affect_numbers(tmp_path, monkeypatch):
     (tmp_path / "layers/gat.py").write_text(OTHER)
     after = code_digests("script")
     assert {name for name in counted if after[name] != before[name]} == {"layers/gat.py"}
+    commented = f'"""A docstring."""\n\n# A comment.\n{OTHER.replace(" ", "  ")}'
+    (tmp_path / "layers/gat.py").write_text(commented)
+    assert code_digests("script") == after
 
 
 def test_a_checkpoint_has_hashes_of_the_code_that_affects_numbers(trained, folder):
