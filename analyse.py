@@ -353,8 +353,8 @@ def read_run(folder: Path) -> Results:
     state = read_status(folder).get("state", "finished")
     if state != "finished" and not os.path.exists(file):
         raise UserError(
-            f"{folder} has no test.tsv, because the run is {state}: wait until it has finished, or "
-            "repeat its command to resume it"
+            f"{folder} has no test.tsv, because the state of the run is {state}: wait until it has "
+            "finished, or repeat its command to resume it"
         )
     return read_results(file)
 

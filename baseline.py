@@ -1,8 +1,9 @@
 """The baseline: a prediction from the perturbed nodes of a row, without message passing.
 
 Training starts from the baseline, and every metric of the model is reported next to the metric of
-the baseline. It is fitted to the training rows, and the validation rows choose its penalty. Only
-the effects of nodes that no training row identifies are imputed from the graph.
+the baseline. It is fitted to the training rows, and the validation rows choose its penalty. The
+graph is only used to impute effects: imputed effects replace the effects that no training row
+identifies.
 
 Shapes: N nodes, n samples of T targets, B of them in a batch with P perturbed nodes, K effects of a
 node.
@@ -314,7 +315,7 @@ def targets_of(
     `weight` is [n, T], and `squares` is the result of `mean_squares`, [K, T]. A validation row is
     used if at least one of its nodes or, with `whole`, all of its nodes occur in training rows with
     the target's score. If a target does not have such a row, a third of its training rows chooses
-    among fits to the other two thirds. Validation rows without nodes are used with the others.
+    among fits to the other two thirds. Otherwise, validation rows without nodes are used, too.
     """
     present = ~tables.y.isnan()
     is_train = present & tables.is_in("train").unsqueeze(1)

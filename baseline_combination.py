@@ -94,8 +94,8 @@ def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
     """Returns 1 for the largest response of each sample if it is positive, otherwise 0, [total].
 
     Responses that are equal up to rounding share the 1 evenly. A response that is 0 up to rounding
-    is not positive: if u is 0, a node that is not an extreme of any sample is not fitted to
-    anything, and the penalty reduces its response to 0.
+    does not count as positive. Such responses occur if u is 0: if a node is not an extreme of any
+    sample, its response is not fitted to anything, and the penalty reduces the response to 0.
     """
     rounding = EQUAL * response.abs().max()
     sample = doses.sample
@@ -201,11 +201,11 @@ def rounds(
     the sum of responses, fitted with this penalty.
 
     A round first fits the responses, for given weights u, v and w, and for given nodes with the
-    largest and smallest responses. It then fits the weights for given responses. Because other
-    nodes may have the largest and smallest responses after that, the result can be worse. A round
-    therefore makes the largest of the `STEPS` towards the fitted responses that reduces the
-    objective, the sum of losses and penalty. Rounds that increase the objective would amplify
-    rounding errors.
+    largest and smallest responses. It then fits the weights for given responses. After that, other
+    nodes may have the largest and smallest responses, so the objective, the sum of losses and
+    penalty, can increase. A round therefore tries the `STEPS` towards the fitted responses, from
+    large to small, and makes the first step that reduces the objective. Rounds that increase the
+    objective would amplify rounding errors.
     """
     scaled_penalty = penalty * target.scale
 

@@ -235,8 +235,8 @@ def override(
     given = dict(map(parse_override, overrides))
     if len(given) < len(overrides):
         log.info(
-            "options   an option is given twice, so its last value is used; put values with braces "
-            "in quotes"
+            "options   an option is given twice, so its last value is used. If you gave it once, "
+            "the shell has expanded braces: put the value in quotes"
         )
     places = [*sources, "the command line"] if overrides else sources
     config = compose({**options, **given})

@@ -29,8 +29,8 @@ from metrics import mean_and_std
 from parts import optional
 
 LARGE_SHARE = 0.1  # share of the rows above which a set of knock-outs is large
-# Turns of the sets in a random split. Sets with smaller turns come first in the order, which begins
-# with the sets for test, followed by the sets for validation and for training.
+# Turns of the sets in a random split. The sets are sorted by their turns. The first sets of this
+# order are for test, the next sets are for validation, and all others are for training.
 TESTED = -1  # the sets that the fold tests, even if they are large or intact
 USUAL = 0
 LARGE = 1
@@ -107,7 +107,7 @@ def load(config: DataConfig) -> Tables:
             raise DataError(
                 f"{config.perturbations}: the {split} split is empty "
                 f"({counted(len(tables.y), 'row')}, data.split={config.split}): add rows, or "
-                "change the column split if there is one, otherwise data.val_fraction, "
+                "change the column split. If there is no such column, change data.val_fraction, "
                 "data.test_fraction or data.fold"
             )
     return tables
@@ -196,9 +196,10 @@ def split_in_order(order: Tensor, config: DataConfig, size: int) -> Tensor:
 
 
 def place_of_test(count: int, config: DataConfig) -> tuple[int, int]:
-    """Returns the position of the first test item among shuffled items, and the number of them.
+    """Returns two numbers: the position of the first test item, and the number of test items.
 
-    `count` is the number of all items. An item is a set of knock-outs or, with split=nodes, a node.
+    The position is an index in the shuffled order of all items. `count` is the number of all items.
+    An item is a set of knock-outs or, with split=nodes, a node.
     """
     if config.fold:
         k, num_folds = map(int, config.fold.split("/"))
@@ -213,8 +214,9 @@ def place_of_test(count: int, config: DataConfig) -> tuple[int, int]:
 def weight_scale(tables: Tables) -> Tensor:
     """Returns the factor by which the weights of each target are multiplied, float64 [T].
 
-    For each target, the scaled weights of the training rows that have its score sum to the number
-    of all training rows. Each target then counts the same, however many of its scores are missing.
+    After scaling, the sum of a target's weights over the training rows with its score is equal to
+    the number of all training rows. Each target then counts the same, however many of its scores
+    are missing.
     """
     rows = tables.rows("train")
     return len(rows) / tables.score_weight(rows).sum(dim=0)
@@ -231,7 +233,7 @@ class KnockoutDataset(Dataset):
     - `level` [P]: their levels, 0 for deleted nodes;
     - `y` and `weight`, [B, T] each: scores and their weights, 0 for missing scores;
     - `index` [B]: row numbers;
-    - `num_dead_edges`: an int, which determines the size of the masks' tensors;
+    - `num_dead_edges`: the number D of dead edges, an int, because the host uses it as a size;
     - the columns of `Tables.columns` and `columns`, by their names. A column is either a tensor
       [n, ...], from which the batch contains the entries of its rows, or a function, whose result
       for the batch is added to the batch.
@@ -241,7 +243,8 @@ class KnockoutDataset(Dataset):
     degree: Tensor  # the `degree` of `SharedGraph`, long [N]
     transform: Callable[[Data], Data] | None = None  # applied to each batch, such as `ReachPlanner`
     scale: Tensor | float = 1.0  # the `weight_scale` of the training tables
-    # If given, batches have `starts`, so that the host need not wait for the GPU.
+    # The `out_degree` of `SharedGraph`. If it is given, batches have a field `starts`, so that the
+    # host does not have to wait for the GPU.
     out_degree: Tensor | None = None
     columns: dict[str, Tensor | Callable[[Data], Tensor]] = field(default_factory=dict)
 

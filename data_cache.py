@@ -73,7 +73,8 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
         # torch.save raises RuntimeError on a full disk.
         except (OSError, RuntimeError, TypeError) as error:
             log.warning(
-                f"cache     {path} cannot be written, so each start builds its content: {error}"
+                f"cache     {path} cannot be written, so its content is computed again in each "
+                f"run: {error}"
             )
             with contextlib.suppress(OSError):
                 temporary.unlink()

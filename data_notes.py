@@ -100,9 +100,9 @@ def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
     share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
     if share < FEW:
         yield (
-            "a few training rows have most of the weight, so the training rows count as much as "
-            f"{share:.1%} of them would with equal weights: check the largest values of the column "
-            "weight, or the smallest values of the column sd"
+            "a few training rows have most of the weight, as if the model were trained on only "
+            f"{share:.1%} of the rows: check the largest values of the column weight, or the "
+            "smallest values of the column sd"
         )
     is_perturbed = tables.perturbed_ptr.diff() > 0  # intact controls should be in every split
     shares_nodes = is_like_training(tables, with_levels=False) & is_perturbed
@@ -201,8 +201,8 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
         place = f": row {row}" if tables.line is None else f":{tables.line[row]}"
         yield (
             f"{path}{place}: this row accounts for {shares[row, k]:.0%} of the variance of "
-            f"{names[k]:.60}, so it may dominate the loss: remove it, give it a small weight, or "
-            "clip or rank the scores"
+            f"{names[k]:.60}, so it may dominate the loss: remove it, give it a small weight, "
+            "clip the scores, or replace them by ranks"
         )
 
 
@@ -268,15 +268,15 @@ def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
     is_named = torch.bincount(row, minlength=len(num_nodes)) > 0
     half = deviation(tables.y[num_nodes > 0]).nan_to_num() / 2
     varied = (
-        "so they are read as intact samples, but their scores vary more than half as much as the "
-        "scores of other rows, whereas replicates of one sample should have similar scores"
+        "so they are read as replicates of the intact sample, but their scores are not similar: "
+        "they vary more than half as much as the scores of other rows"
     )
     lost = (
-        f"have an empty cell in the column genes, {varied}: if names were lost, for example when "
+        f"have an empty cell in the column genes, {varied}. If names were lost, for example when "
         "identifiers were mapped, remove these rows"
     )
     intact = (
-        f"have only nodes at level 1, {varied}: if level 1 means a knock-out, write A or A=0 "
+        f"have only nodes at level 1, {varied}. If level 1 means a knock-out, write A or A=0 "
         "instead of A=1"
     )
     for problem, has_reason in {lost: ~is_named, intact: is_named}.items():
@@ -295,8 +295,8 @@ def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
     if fewest >= FEW_VALUES and (num_levels[num_nodes > 0] == 1).all():
         yield (
             f"{path}: every set has exactly one level, even if it has several nodes, but a level "
-            "only applies to the node before it, so A,B=0.2 deletes A and keeps 0.2 of B: to give "
-            "both nodes this level, write A=0.2,B=0.2"
+            "only applies to the node before it, so A,B=0.2 deletes A and sets B to level 0.2: to "
+            "give both nodes this level, write A=0.2,B=0.2"
         )
 
 
@@ -333,7 +333,7 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
     are_most = 2 * len(unknown) > len(described) and 2 * len(lacking) > len(nodes)
     if are_most or meaning_of:
         count = f"the other tables do not contain {len(unknown):,} of {len(described):,} names"
-        effect = "whose features are therefore not used"
+        effect = "so their features are not used"
         yield f"{path}: {text_on_names(count, effect, are_most, unknown, meaning_of)}"
     yield from notes_on_codes(path, tables.feature_names, torch.stack(list(described.values())))
 
@@ -353,7 +353,7 @@ def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> It
     if are_most or meaning_of:
         share = f"{len(unknown):,} of {len(perturbed):,} knocked-out nodes"
         count = f"the table of edges does not contain {share}"
-        effect = "about which the graph therefore has no information"
+        effect = "so the graph has no information about them"
         yield f"{path}: {text_on_names(count, effect, are_most, unknown, meaning_of)}"
 
 

@@ -115,7 +115,10 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
     if isinstance(error, dist.DistError) or of_gloo:
         *_, cause = reason.split("Last error:")  # NCCL appends the cause to its message
         detail = " ".join(cause.split())[:99]
-        return "", f"rank {rank}: another rank was killed or cannot be reached ({detail})"
+        return "", (
+            f"rank {rank}: another rank was killed or cannot be reached ({detail}): see the output "
+            "and the logs of the other ranks"
+        )
     if allocated:
         return "", (
             f"rank {rank}: out of memory when allocating {allocated[1]}: decrease model.hidden or "

@@ -165,7 +165,10 @@ def source_of_route(address: str) -> str:
         try:
             probe.connect((address, 9))  # this does not send anything
         except OSError:
-            end(f"RDZV: cannot reach {address}, because this machine has no route to it")
+            end(
+                f"RDZV: cannot reach {address}, because this machine has no route to it: check its "
+                "network, or set a different address"
+            )
         return probe.getsockname()[0]
 
 

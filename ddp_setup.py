@@ -174,7 +174,7 @@ class Distributed:
         """Records that `step` training steps are done; call it after each of them."""
         self.heartbeat = self.heartbeat._replace(step=step, changes=0, phase="other work")
         self.steps_since += 1
-        # Until here, the limit is longer, because the first step loads libraries.
+        # Until the first step is done, the limit is longer, because the step loads libraries.
         self.limit_s = self.config.timeout_s
 
     def stop_reason(self, at_once: bool = True) -> str:
@@ -183,9 +183,9 @@ class Distributed:
         All ranks must call this method after the same steps, and all of them get the same answer. A
         request on a single rank is sufficient. To save time, the ranks communicate only about every
         `AGREEMENT_S` seconds; the calls in between return "". At each agreement, every rank
-        computes from its own speed after how many steps the next agreement should be, and all ranks
-        use the smallest of these numbers. The number at most doubles from one agreement to the
-        next, because a host that is ahead of its GPU overestimates the speed.
+        estimates the number of steps until the next agreement from its own speed, and all ranks use
+        the smallest number. The number at most doubles from one agreement to the next, because a
+        host that is ahead of its GPU overestimates the speed.
 
         Args:
             at_once: if True, the ranks communicate in this call in any case.
@@ -246,8 +246,8 @@ class Distributed:
         """Returns a context manager after which either all ranks continue, or all ranks fail.
 
         Without it, the other ranks would wait forever for a rank that has raised an error. The
-        ranks communicate at the end of the block. If the block raises `UserError` on any rank,
-        every rank raises the error of the lowest such rank. An `OSError` with a file name is
+        ranks communicate at the end of the block. If the block raises `UserError` on some ranks,
+        every rank raises the error of the lowest of them. An `OSError` with a file name is
         converted to a `UserError`. Any other exception is raised only on its own rank.
 
         Args:
@@ -293,7 +293,7 @@ class Distributed:
                 if value != first_value:
                     raise UserError(
                         f"{name} differs between ranks: {value} on rank {rank}, "
-                        f"{first_value} on rank {first_rank}"
+                        f"{first_value} on rank {first_rank}: make it the same on all ranks"
                     )
 
     def close(self) -> None:
@@ -368,8 +368,8 @@ def setup(ddp: Distributed) -> Distributed:
         except (KeyError, ValueError) as error:
             name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
             raise UserError(
-                f"the environment variable {name} is set, but not by torchrun ({error}): use "
-                "torchrun, or unset the variable"
+                f"the environment variable {name} is set, but not by torchrun (missing or "
+                f"invalid: {error}): use torchrun, or unset the variable"
             ) from None
         join_group(ddp)
     else:
@@ -486,8 +486,8 @@ def choose_device(ddp: Distributed) -> torch.device:
         raise UserError(
             f"{platform.node()} has {counted(visible, 'GPU')} for "
             f"{counted(ddp.local_world_size, 'process', 'processes')} with "
-            f"ddp.device_ids={chosen}: set --nproc_per_node to the number of GPUs to use. To run "
-            "on the CPU, set CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'"
+            f"ddp.device_ids={chosen}: set --nproc_per_node (NPROC of launch.sh) to the number of "
+            "GPUs to use. To run on the CPU, set CUDA_VISIBLE_DEVICES= and 'ddp.device_ids=[]'"
         )
     return torch.device("cuda", chosen[ddp.local_rank])
 

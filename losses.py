@@ -54,7 +54,7 @@ class Criterion:
         """Returns the origin and the unit of the first column, [T] each.
 
         On the scale of `link`, a prediction is origin + unit * column. The arguments are the mean
-        and the standard deviation of the training scores, which are also the default.
+        and the standard deviation of the training scores. By default, the function returns them.
         """
         return mean, std
 

@@ -241,9 +241,9 @@ class SharedGraph(nn.Module):
         position = torch.arange(batch.num_dead_edges, device=self.device)
         position += (start - first).index_select(0, segment)
         edge = self.incidence.index_select(0, position)
-        # In the concatenated masks, the copies of all earlier relations precede the edge, and so do
-        # the copies of its own relation in earlier samples. `edge` already counts one copy of each
-        # earlier relation.
+        # `edge` is the index if there is only one copy of each edge. In the concatenated masks, the
+        # other copies of all earlier relations also precede the edge, and so do the copies of its
+        # own relation in earlier samples.
         sample = batch.perturbed_batch.unsqueeze(1)
         num_others = num_samples(batch) - 1
         preceding = num_others * self.edge_offsets + sample * self.edge_counts  # [P, R]
@@ -298,7 +298,7 @@ class SharedGraph(nn.Module):
         return self.stack(x.to(dtype), gate.to(dtype)).to(x.dtype)
 
     def propagate_from_one(self, x: Tensor, gate: Tensor, samples: Samples | None) -> Tensor:
-        """Returns the result of `propagate` if all samples have the same states, [N, b, H].
+        """Returns the result of `propagate` for states that all samples share, [N, b, H].
 
         The sums are computed once, for intact nodes. A perturbed node sends level * x instead of x.
         Therefore, (level - 1) times its message is added to the sums at the targets of its edges,
@@ -323,13 +323,13 @@ class EdgeMasks:
 
     The masks are valid until the next call, which overwrites them. A call only writes the entries
     of dead edges: it sets the dead edges of the previous batch to True, and the dead edges of its
-    own batch to False. Masks in new memory would need B * E written entries.
+    own batch to False. With new memory, each call would have to write all B * E entries.
     """
 
     def __init__(self, graph: SharedGraph):
         self.graph = graph
         # The masks of all relations as one tensor, and the ids of the dead edges of the previous
-        # batch, which are its only False entries. None: there is no memory to reuse.
+        # batch. Only the entries of these edges are False. None: there is no memory to reuse.
         self.memory: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, batch: Data) -> dict[EdgeType, Tensor]:
@@ -354,10 +354,10 @@ class EdgeMasks:
 def normalised(weight: Tensor, target: Tensor, relation: Tensor, num_nodes: int) -> Tensor:
     """Returns the normalised weights of the edges, [E].
 
-    They are weight / sqrt(in-degree of the target * mean in-degree of all nodes). A degree is a sum
-    of weights, in the relation of the edge. GCN (Kipf and Welling 2017) uses the out-degree of the
-    source instead of the mean degree. With the out-degree, the knock-out of a node with many
-    targets would have less effect on each of them.
+    They are weight / sqrt(in-degree of the target * mean in-degree of all nodes). An in-degree
+    is the sum of the weights of the edges of the same relation that lead to a node. GCN (Kipf and
+    Welling 2017) uses the out-degree of the source instead of the mean degree. With the out-degree,
+    the knock-out of a node with many targets would have less effect on each of them.
 
     Args:
         weight: weight of each edge, [E].

@@ -199,12 +199,11 @@ class Samples(NamedTuple):
 
 
 def perturbed_of(samples: Samples) -> tuple[slice, int | None]:
-    """Returns where the perturbed nodes of a block are in the batch, and the number of their edges.
+    """Returns the slice of a block's nodes in `batch.perturbed`, and the number of their edges.
 
-    The nodes are a slice of `batch.perturbed`. The number counts the edges that leave these nodes.
-    If the block is a complete batch with a field `num_out_edges`, the number is this field, an
-    upper bound. If the batch has neither this field nor `starts`, the number is None, because only
-    the device can compute it.
+    The number counts the edges that leave these nodes. If the block is a complete batch with a
+    field `num_out_edges`, the number is this field, which is an upper bound. Otherwise, the number
+    is exact. It is None if the batch has no field `starts`, because only the device can compute it.
     """
     batch, first, level = samples
     bound = batch.get("num_out_edges")
@@ -251,15 +250,15 @@ def messages_of_perturbed(
     change = (batch.level[nodes] - 1).to(x.dtype).unsqueeze(1) * x.index_select(0, perturbed)
     sent = (change.unsqueeze(1) * gate).flatten(0, 1)  # [P * R, H]
 
-    # Segment k * R + r has the edges of relation r that leave perturbed node number k. If the bound
-    # is larger than the number of these edges, a last segment has the rest: messages of 0 along
-    # arbitrary edges.
+    # Segment k * R + r has the edges of relation r that leave perturbed node number k. If `bound`
+    # is larger than the number of these edges, the difference is padding. It is the last segment,
+    # with messages of 0 along arbitrary edges.
     number = torch.arange(int(length.sum()) if bound is None else bound, device=x.device)
     end = length.cumsum(0)
     segment = torch.searchsorted(end, number, right=True)
     sent = nn.functional.pad(sent, (0, 0, 0, 1))
     sample = nn.functional.pad(sample, (0, 1))
-    # For each segment, the position of its edges in `by_source` minus their numbers.
+    # Edge number i, in segment s, is entry i + first[s] of `by_source`.
     first = nn.functional.pad(start - end + length, (0, 1))
     _, col, weight = by_source
     edge = (number + first.index_select(0, segment)).remainder(max(1, len(col)))

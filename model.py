@@ -8,8 +8,8 @@
    dead nodes, [N, B, H]. It reads how the states of the living nodes differ from the wild type.
 
 `KnockoutTask.build_model` assembles these and further terms. The arguments `record` and `has_plan`
-and the class `LayerStates` are used only for batches with a plan, an optional part of the template.
-For all other batches, `record` is None.
+and the class `LayerStates` are only used for batches with a plan. Plans are explained in the
+optional part model_reach.py. For all other batches, `record` is None.
 
 Shapes: N nodes, R relations, B samples in the batch, b samples in a block of the batch, P perturbed
 nodes in the batch, H hidden channels, K effects of a node, T targets of C columns each (see
@@ -74,8 +74,8 @@ class LayerStates(NamedTuple):
 class Draws(NamedTuple):
     """The random masks and factors of a training step. In evaluation, all are True or 1."""
 
-    # Bool [2, N]. Row 0 is False if a node's identity and the baseline's effect of the node are
-    # hidden, and row 1 is False if the baseline's slope of the node is hidden.
+    # Bool [2, N]. Row 0 is False for nodes whose identity and effect in the baseline are hidden.
+    # Row 1 is False for nodes whose slope in the baseline is hidden.
     is_shown: Tensor
     # Dropout factors of the nodes' states, [N, H]. The passes with and without the dead nodes use
     # the same factors, because a difference between them would look like a knock-out.
@@ -308,8 +308,8 @@ class KnockoutConv(nn.Module):
     because nothing reads the states of dead nodes.
     """
 
-    # With normalised weights, the sums are small: 0.2 for one of yeast's relations, if h has a
-    # standard deviation of 1. With this factor, the neighbours contribute more than the node's own
+    # With normalised weights, the sums have a small standard deviation: 0.2 for one of yeast's
+    # relations, if h has 1. With this factor, the neighbours contribute more than the node's own
     # embedding, which does not carry information about other nodes.
     SCALE = 10.0
 

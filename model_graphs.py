@@ -48,9 +48,9 @@ warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does
 def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> Any:
     """Captures training steps on a GPU, and returns the components of captured steps.
 
-    If the capture is not possible on all ranks, it returns the components of eager steps, whose
-    `note` for the log has the reason. It restores all parameters, buffers and generators of torch.
-    All ranks must call it.
+    If the capture is impossible on at least one rank, it returns the components of eager steps. The
+    reason is in their `note`, which is a text for the log. The function restores all parameters,
+    buffers and generators of torch. All ranks must call it.
 
     Args:
         step_parts: the `train.StepParts` of eager steps, with the model before DDP wraps it.
@@ -124,17 +124,16 @@ class FixedShape:
         return cls(size, *(int(values.sum()) for values in largest))
 
     def __call__(self, batch: Data) -> "Data | PackedBatch":
-        """Returns a full batch padded and packed. Returns a different batch unchanged.
+        """Returns a full batch after padding and packing it, and any other batch unchanged.
 
-        A batch is not full if it has a different number of samples. It is also returned unchanged
-        if it has more nodes or edges than the fixed shape.
+        A full batch has B samples, and not more perturbed nodes and edges than the fixed shape.
         """
         missing = self.num_perturbed - len(batch.perturbed)
         is_larger = missing < 0 or batch.starts[1, -1] > self.num_out_edges
         if num_samples(batch) != self.num_samples or is_larger:
             return batch
-        # If nodes are missing, there is a sample that does not perturb all nodes of the graph. The
-        # sample with the fewest perturbed nodes is such a sample.
+        # The padding is added to the sample with the fewest perturbed nodes. If the batch needs any
+        # padding, this sample does not perturb all nodes of the graph.
         sample = int(batch.perturbed_ptr.diff().argmin())
         first, last = batch.perturbed_ptr[sample : sample + 2].tolist()
         perturbed = set(batch.perturbed[first:last].tolist())
@@ -178,7 +177,7 @@ def obstacle_of_shape(shape: FixedShape, task: Any, ddp: Any) -> str:
     options = task.config.model
     states = task.graph.edge_weight.new_empty(task.graph.num_nodes, options.hidden)
     if options.has_knockout_pass and task.graph.samples_at_once(states) < shape.num_samples:
-        return "batches consist of several blocks, which take longer to compute than to launch"
+        return "batches are so large that their computation takes longer than launching it"
     free, _ = mem_get_info(ddp.device)
     num_messages = len(task.graph.relations) * shape.num_perturbed + shape.num_out_edges
     size = num_messages * options.hidden * task.graph.edge_weight.element_size()
@@ -243,8 +242,8 @@ class GraphedModel(nn.Module):
         if self.captured and self.captured != self.places():
             self.captured = []
             log.warning(
-                "note      CUDA graphs are no longer used, because parameters were moved, frozen "
-                "or unfrozen"
+                "note      CUDA graphs are no longer used, because parameters or buffers were "
+                "moved, frozen or unfrozen"
             )
             for parameter in self.model.parameters():
                 if not parameter.requires_grad:
@@ -300,9 +299,9 @@ class GraphedUpdate:
 
     A replay uses fixed addresses and options, but DDP may move gradients. Therefore, this part is
     captured in the first step in which all tensors have the same addresses, and all options have
-    the same values, as in the step before. It is replayed until one of them changes. It is never
-    captured for a different optimiser than fused AdamW, for a scaled loss, and after a failed
-    capture: the function is then called in each step.
+    the same values, as in the step before. It is replayed until one of them changes. The function
+    is called eagerly in each step if the optimiser is not fused AdamW, if the loss is scaled, or
+    if a capture has failed.
 
     Args:
         update: a function `update(state, ...)` that makes the step, and returns a tensor.
@@ -517,9 +516,9 @@ def describe_difference(name: str) -> str:
     `name` is the quantity that differs.
     """
     log.warning(
-        f"note      with CUDA graphs, {name} of a batch differs from {name} in an eager step. This "
-        "has one of two causes: a replay repeats the random numbers, counts and decisions that "
-        "Python code made during the capture, and batches are padded with nodes at level 1"
+        f"note      with CUDA graphs, {name} of a batch differs from {name} in an eager step, so "
+        "all steps are eager. Either the model depends on the padding of batches, nodes at level "
+        "1, or a replay repeats random numbers, counts or decisions of Python code"
     )
     return f"they change {name} of a batch"
 

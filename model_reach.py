@@ -57,8 +57,8 @@ class ReachedStates(NamedTuple):
     A sender has a contribution for each relation, because each relation has its own gate. The
     matrix [S, K + L] sums these contributions. Column k < K belongs to `sender[k]` and
     `relation[k]`. It contains the weights of the sender's edges in this relation, times the factor
-    1 - level or level from above. Column K + l contains a 1 in the row of state l, because a state
-    that differed before the layer also changes its own root term.
+    1 - level or level from the list. Column K + l belongs to the l-th state that differed before
+    the layer. It is 1 in the row of this state, because the state changes its own root term.
     """
 
     node: Tensor  # node of each state, long [S]
@@ -152,8 +152,8 @@ class ReachPlanner:
     # Largest number of states in a block that differ, estimated at the start. With 32 channels,
     # they need 32 MB, which is the most that malloc keeps for reuse.
     REACHED = 2**18
-    # A layer on all nodes takes as long as a planned layer with so many edges for each sample: this
-    # fraction of all edges, plus this number of edges for each node of the graph (measured).
+    # Largest number of edges of a planned layer for each sample: this fraction of all edges, plus
+    # this number for each node. With more edges, a layer on all nodes is faster (measured).
     EDGE_SHARE = 0.04
     EDGES_PER_NODE = 13.0
 
@@ -313,10 +313,10 @@ def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
     The states are in the order of `block.layers[-1]`. The update of a layer is a linear function of
     h. For a state that differs, it is therefore the update on the intact graph, plus the
     contributions of all changes of h. `change` lists these changes, [P + L, H]. A dead node sends
-    nothing, so the change of its h is -h. If a perturbed node has a different level, the plan
-    multiplies this change by 1 - level. The other L changes belong to the states that differed
-    before the layer: their new h minus their h on the intact graph. Sums are computed in place,
-    because allocating new memory takes longer than the sums.
+    nothing, so the change of its h is -h. If a perturbed node is not dead, the plan multiplies this
+    change by 1 - level. The other L changes belong to the states that differed before the layer:
+    their new h minus their h on the intact graph. Sums are computed in place, because allocating
+    new memory takes longer than the sums.
     """
     x = node = None
     layers = [wild.encoder.first, *wild.encoder.layers]
@@ -420,11 +420,11 @@ def pool_further(
 def select(wild: WildType, states: Tensor, node: Tensor) -> Tensor:
     """Returns the states of some nodes on the intact graph, `states[node]`, [S, H].
 
-    `states` are [N, 1, H], and `node` is long [S]. The gradient of `states` is sparse if it is
-    smaller than a dense gradient, so that its cost does not depend on N. Autograd adds it to the
-    dense gradient from the rest of the pass on the intact graph. With readout=global, the last
-    states do not have such a dense gradient, so the gradients are always dense. For a dense
-    gradient on a CPU, `index_select` takes less than half the time of `embedding`.
+    `states` are [N, 1, H], and `node` is long [S]. The gradient of `states` is sparse if S < N, so
+    that its cost does not depend on N. Autograd adds it to the dense gradient from the rest of the
+    pass on the intact graph. With readout=global, the last states do not have such a dense
+    gradient, so the gradients are always dense. For a dense gradient on a CPU, `index_select` takes
+    less than half the time of `embedding`.
     """
     if wild.encoder.config.readout != "global" and len(node) < len(states):
         return nn.functional.embedding(node, states.squeeze(1), sparse=True)
@@ -483,7 +483,7 @@ def plan_route(
     finds these states faster than the CPU (measured).
     """
     if graph.is_on_gpu and message_passing != "reach":
-        return None, "shared"
+        return None, "message_passing=shared"
     planner = ReachPlanner(graph, 1 if message_passing == "shared" else num_layers)
     some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced rows
     blocks = planner.plan(dataset.__getitems__(some_rows)).blocks
@@ -499,10 +499,10 @@ def plan_route(
         planner.block = min(planner.block, max(1, int(planner.REACHED / max(1, num_reached))))
         percentages.append(f"{100 * num_reached / graph.num_nodes:.2g}")
     layers = f"{num_planned} of {counted(num_layers, 'layer')}"
-    changed = f"{', '.join(percentages)} % of the node states in {layers}"
+    changed = f"{' %, '.join(percentages)} % of the node states in {layers}"
     if num_planned == 0:
         changed = "too many node states to plan any layer"
-    return planner, f"a knock-out changes {changed}: {route}"
+    return planner, f"a knock-out changes {changed}; message_passing={route}"
 
 
 def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:

@@ -76,8 +76,9 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     """Returns groups of parameters that have the same learning rate and weight decay.
 
     The learning rate of a parameter is optim.lr times a factor. The factor is the value in
-    optim.lr_mult whose key is part of the parameter's name. If several keys are, the longest key
-    counts; without any, the factor is 1. A factor of 0 freezes the parameter.
+    optim.lr_mult whose key is part of the parameter's name. If several keys are part of the name,
+    the longest key counts. If no key is part of it, the factor is 1. A factor of 0 freezes the
+    parameter.
 
     A model can have a method `no_weight_decay`, as in timm. It returns the names of the parameters
     without weight decay.
@@ -136,7 +137,7 @@ def may_step(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> bool:
 
     If the norm is not finite, the step must not change the parameters. For a fused optimiser, this
     function always returns True: it sets `found_inf`, and the optimiser itself skips the step on
-    the device. The host then does not have to wait for the norm. For any other optimiser, it does.
+    the device. The host then does not wait for the norm. With any other optimiser, the host waits.
     """
     inner = getattr(optimizer, "optim", optimizer)  # the optimiser that ZeRO wraps
     if getattr(inner, "_step_supports_amp_scaling", False):

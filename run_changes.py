@@ -59,9 +59,9 @@ def compare_steps(
     is_trained = state.is_trained(optim, steps_per_epoch)
     if is_trained and ((changed and not only_ends_sooner) or (edited and is_tested)):
         raise UserError(
-            f"{checkpoint['file']} finished training at step {state.step} with {made_with}: undo "
-            "this change, increase optim.epochs or optim.patience to train further, or set "
-            "another run.name"
+            f"{checkpoint['file']} finished training at step {state.step} with {made_with}: "
+            "restore this option or code, increase optim.epochs or optim.patience to train "
+            "further, or set another run.name"
         )
     log.warning(f"note      up to step {state.step}, this run was trained with {made_with}")
 

@@ -70,8 +70,8 @@ class RunConfig:
         first, *further = self.name.split("/")
         if {"", ".", ".."} & {first, *further} or (further and first == folder):
             raise ValueError(
-                f"run.name={self.name!r} must be a path relative to run.dir, such as a/b. It must "
-                f"not start with {folder}, and not contain empty parts, . or .."
+                f"run.name={self.name!r} must be a path relative to run.dir, such as "
+                f"a/b: leave out '{folder}/', '.', '..' and empty parts"
             )
 
 

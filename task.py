@@ -43,7 +43,9 @@ from run_checkpoint import Origin
 from run_results import result_lines
 
 log = logging.getLogger("task")
-LEAST_STD = 1e-9  # of a score, relative to its largest value; below it, float64 loses digits
+# Smallest standard deviation of a score, relative to its largest value. With a smaller one, float64
+# would lose digits.
+LEAST_STD = 1e-9
 
 
 @dataclass
@@ -235,7 +237,7 @@ class KnockoutTask:
             return
         if not reach.plan_fits(model, self.graph, self.dataset):
             self.dataset = replace(self.dataset, transform=None)
-            self.route = "shared"
+            self.route = "message_passing=shared"
 
     def loss(self, output: Tensor, batch: Data) -> Tensor:
         """Returns the weighted sum of a batch's losses for each score, [T].
@@ -337,10 +339,10 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
     if not options.has_knockout_pass:
         return dataset, f"no knock-out pass, because model.readout={options.readout}"
     if options.message_passing not in ("auto", "shared", "reach"):
-        return dataset, options.message_passing
+        return dataset, f"message_passing={options.message_passing}"
     reach = optional("model_reach")
     if reach is None:
-        return dataset, "shared"
+        return dataset, "message_passing=shared"
     planner, route = reach.plan_route(graph, dataset, options.message_passing, options.layers)
     return replace(dataset, transform=planner), route
 
@@ -376,7 +378,7 @@ def check_scores(tables: Tables, config: Config) -> None:
 
 
 def check_metrics(tables: Tables, criterion: Criterion, loss: str) -> None:
-    """Logs a warning for each metric that needs a prediction, such as sd, which the loss lacks.
+    """Logs a warning for each metric that needs a prediction that the loss lacks, such as sd.
 
     The first metric chooses the best model. Raises `UserError` if it needs such a prediction, or if
     it is larger for shuffled scores than for the scores themselves.

@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-# OpenMP reads this variable when torch is imported. By default, threads that wait for work spin for
-# a long time, and slow down other threads on the same cores.
+# OpenMP reads this variable when torch is imported. It limits how long a thread that waits for work
+# spins. By default, threads spin for a long time, and slow down other threads on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 # Search this folder first for imports, because other folders may have modules with the same names.
-# If PYTHONSAFEPATH is set, Python would not search this folder at all.
+# Without this line, Python would not search this folder at all if PYTHONSAFEPATH is set.
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # raised when PyG is imported
 
@@ -61,7 +61,7 @@ from task import KnockoutTask
 
 log = logging.getLogger("train")
 
-RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # unit of ru_maxrss, in bytes
+RSS_UNIT = 1 if sys.platform == "darwin" else 2**10  # number of bytes in the unit of ru_maxrss
 # With optim.on_nonfinite=skip, the run fails after this number of non-finite steps in a row.
 MAX_SKIPS = 10
 
@@ -121,14 +121,14 @@ def train(config: Config, ddp: Distributed) -> None:
         from predict_tables import write_graph
 
         write_graph(folder, task.tables)
-    # From here, a signal or the file STOP stops training after the same step on all ranks.
+    # After this call, a signal or the file STOP stops training after the same step on all ranks.
     ddp.stop_on_request(folder.path / "STOP")
     step_parts = StepParts(model, task.dataset, update_parameters)
     if task.captures_steps:
         from model_graphs import capture
 
-        # This must come before the DataLoader: torch.cuda.make_graphed_callables fails if another
-        # thread allocates memory during the capture.
+        # Capture before the DataLoader exists, because torch.cuda.make_graphed_callables fails if a
+        # different thread allocates memory during the capture.
         step_parts = capture(step_parts, state, task, sampler, ddp)
     train_loader = make_loader(step_parts.dataset, sampler, config.data.workers, ddp.device)
     if ddp.is_distributed:
@@ -196,7 +196,7 @@ def train_epoch(
         ddp.step_done(state.step)
 
         is_last = step_in_epoch == sampler.steps_per_epoch - 1
-        # In most steps, this returns "" without any communication between the ranks.
+        # In most steps, `stop_reason` returns "" without any communication between the ranks.
         reason = ddp.stop_reason(at_once=False)
         save_now = state.step % config.checkpoint.every_steps == 0 and not is_last
         log_now = state.step % config.log.every_steps == 0
@@ -239,9 +239,9 @@ def train_step(
             batch = next(batches).to(ddp.device, non_blocking=True)
             batch.seed = seed
         is_last = micro_step == optim.accumulate - 1
-        # Without no_sync, DDP would all-reduce the gradients in every backward pass. This is only
-        # needed for the last micro-batch. For the earlier ones, each rank accumulates its own
-        # gradients. The forward pass must also be in the block: DDP prepares the all-reduce there.
+        # Without no_sync, DDP would all-reduce the gradients in every backward pass. The all-reduce
+        # is only needed for the last micro-batch. Before this, each rank accumulates its gradients.
+        # The block contains the forward pass, because DDP prepares the all-reduce in this pass.
         with nullcontext() if is_last or not ddp.is_distributed else ddp_model.no_sync():
             with ddp.phase("forward"), autocast(optim, ddp):
                 output = ddp_model(task.graph, batch)
@@ -256,13 +256,13 @@ def train_step(
 def update_parameters(state: TrainState, clip: float) -> Tensor:
     """Clips the gradients to the norm `clip`, makes the optimiser's step and zeroes the gradients.
 
-    Returns the gradient norm before clipping and the scale of the loss, [2]. With CUDA graphs, this
-    function is called once, and afterwards only its tensor operations are replayed.
+    Returns the gradient norm before clipping and the scale of the loss, [2]. With CUDA graphs,
+    later steps usually replay only the tensor operations of this function.
     """
     parameters = list(state.model.parameters())
-    # The loss scale, which is 1 unless the precision is fp16. `get_scale` would wait for the GPU.
+    # `scale` is the loss scale. Without fp16, it is 1. `get_scale` would wait for the GPU.
     scale = state.scaler.scale(torch.ones((), device=parameters[0].device))
-    # Divides the gradients by the scale, so that `clip` refers to the gradients of the loss itself.
+    # Divide the gradients by the scale, because `clip` is for gradients of the unscaled loss.
     state.scaler.unscale_(state.optimizer)
     grad_norm = clip_grad_norm_(parameters, clip)
     # `scaler.step` is not used here, because it only checks the gradients if the precision is fp16.
@@ -353,7 +353,8 @@ class Meter:
     def count(self, num_samples: int, weight: Tensor, norm_and_scale: Tensor) -> None:
         """Ends a step, given its number of samples and the sum of each score's weights, [T].
 
-        Both are totals over all ranks. `norm_and_scale` [2] is the result of `train_step`.
+        The number and the sums are totals over all ranks. `norm_and_scale` [2] is the result of
+        `train_step`.
         """
         self.num_samples += num_samples
         self.weight += weight
@@ -363,7 +364,8 @@ class Meter:
     def read(self, state: TrainState) -> dict[str, Any]:
         """Returns the metrics of the steps since the last call, for a row of metrics.jsonl.
 
-        A collective. Raises `RunError` on every rank if too many steps in a row were not finite.
+        All ranks must call this method. It raises `RunError` on every rank if too many steps in a
+        row were not finite.
         """
         num_steps = len(self.steps)
         norm, scale, loss_of_rank = torch.stack(self.steps).unbind(dim=1)
@@ -436,10 +438,10 @@ def autocast(optim: OptimConfig, ddp: Distributed) -> torch.autocast:
 def seed_step(seed: int, step: int, ddp: Distributed) -> Tensor:
     """Returns the seed of the model's random numbers in a step, a long scalar tensor.
 
-    This seed is the same on all ranks: the model draws the same numbers for a node or a row on any
-    rank. The function also seeds torch's generators, differently on each rank, for layers such as
-    nn.Dropout. Both seeds depend only on run.seed, the number of the step and the rank. Checkpoints
-    therefore need no states of generators.
+    This seed is the same on all ranks, so the model draws the same numbers for a node or a row on
+    any rank. The function also seeds torch's generators, for layers such as nn.Dropout. Their seed
+    differs between ranks. Both seeds are computed only from run.seed, the step and the rank, so a
+    checkpoint need not contain the states of generators.
     """
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=7).digest()
     step_seed = int.from_bytes(digest, "big")
@@ -502,7 +504,7 @@ def read_config(arguments: Sequence[str] | None = None) -> Config:
         action="append",
         default=[],
         metavar="FILE",
-        help="read options from this YAML file, too; they override config.yaml and earlier files",
+        help="also read options from this YAML file, which overrides config.yaml and earlier files",
     )
     parser.add_argument(
         "overrides",

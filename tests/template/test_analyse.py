@@ -106,7 +106,8 @@ def test_a_run_that_has_not_finished_is_one_message(tmp_path, analyse_here, caps
         assert analyse_here(*folders) == 2
         printed, problem = capsys.readouterr()
         assert printed == "" and problem.count("\n") == 1
-        assert problem.startswith(f"error: a has no test.tsv, because the run is {state}: ")
+        reason = f"because the state of the run is {state}"
+        assert problem.startswith(f"error: a has no test.tsv, {reason}: ")
 
 
 def test_a_path_that_is_not_a_run_folder_is_one_message(tmp_path, analyse_here, capsys):

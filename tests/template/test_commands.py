@@ -271,7 +271,8 @@ def test_a_file_system_without_locks_is_used_with_a_warning(train_here, monkeypa
 def test_a_rank_without_torchrun_is_refused(train_here, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert train_here() == 2
-    assert "RANK is set, but not by torchrun ('LOCAL_RANK'): " in capsys.readouterr().err
+    message = "RANK is set, but not by torchrun (missing or invalid: 'LOCAL_RANK'): "
+    assert message in capsys.readouterr().err
 
 
 def test_each_chunk_of_a_prediction_counts_as_progress(train_here, monkeypatch):

@@ -194,7 +194,7 @@ def test_levels_of_only_the_last_of_several_names_are_noted(tmp_path):
 
     singles = [f"{node}=0.2" for node in NODES]
     (note,) = notes(singles + [f"{pair}=0.2" for pair in PAIRS])
-    assert "A,B=0.2 deletes A and keeps 0.2 of B" in note
+    assert "A,B=0.2 deletes A and sets B to level 0.2" in note
     both = [f"{pair}=0.2".replace(",", "=0.2,") for pair in PAIRS]
     for sets in (singles + both, NODES + [f"{pair}=0.2" for pair in PAIRS], singles, both):
         assert notes(sets) == []
@@ -235,7 +235,7 @@ def test_unequal_weights_and_scores_of_nodes_are_noted(monkeypatch):
     tables.weight = torch.ones(100, dtype=torch.float64).index_fill(0, torch.tensor(3), 1e6)
     tables.genes = ["g0", "g1"]
     (note,) = notes_on_training(tables, Config())
-    assert "count as much as 1.0% of them" in note
+    assert "trained on only 1.0% of the rows: " in note
     tables.weight = None
     tables.targets = ["g1"]
     (note,) = notes_on_training(tables, Config())

@@ -120,8 +120,8 @@ def test_a_dataset_plans_the_layers_that_the_model_needs(shared):
     tables.split = torch.zeros(len(SETS), dtype=torch.int8)  # training rows
     for options, num_layers, route in (
         ({"readout": "local"}, None, "no knock-out pass, because model.readout=local"),
-        ({"message_passing": "expanded"}, None, "expanded"),
-        ({"message_passing": "reach", "layers": 3}, 3, "3 layers: reach"),
+        ({"message_passing": "expanded"}, None, "message_passing=expanded"),
+        ({"message_passing": "reach", "layers": 3}, 3, "3 layers; message_passing=reach"),
     ):
         config = Config(model=ModelConfig(**options))
         dataset, text = make_planned_dataset(tables, shared, config)

@@ -570,7 +570,7 @@ def test_the_log_gives_the_reason_why_there_are_no_graphs(gpu, monkeypatch):
         assert "CUDA_LAUNCH_BLOCKING" in steps_of(model, task).note
     with monkeypatch.context() as patch:
         patch.setattr(SharedGraph, "samples_at_once", lambda graph, states: SIZE - 1)
-        assert "several blocks" in steps_of(model, task).note
+        assert "batches are so large" in steps_of(model, task).note
         of_local = make_task(readout="local")
         assert steps_of(build_model(of_local), of_local).note == "; CUDA graphs"
     graphs.simulate_gpu(free=100_000)

@@ -186,9 +186,9 @@ def test_the_route_depends_on_the_number_of_states_that_change(shared, monkeypat
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "EDGE_SHARE", 0.0)
     for edges_per_node, end, planned in (
-        (99.0, " in 3 of 3 layers: reach", 3),
-        (1.5, " in 1 of 3 layers: shared", 1),
-        (0.01, " any layer: shared", 0),
+        (99.0, " in 3 of 3 layers; message_passing=reach", 3),
+        (1.5, " in 1 of 3 layers; message_passing=shared", 1),
+        (0.01, " any layer; message_passing=shared", 0),
     ):
         monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", edges_per_node)
         planner, line = plan_route(shared, dataset, "auto", 3)
@@ -197,7 +197,7 @@ def test_the_route_depends_on_the_number_of_states_that_change(shared, monkeypat
     monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     for route, planned in (("shared", 1), ("reach", 3)):
         planner, line = plan_route(shared, dataset, route, 3)
-        assert line.endswith(f": {route}") and planner.num_layers == planned
+        assert line.endswith(f"; message_passing={route}") and planner.num_layers == planned
         reached = sum(len(block.layers[0].node) for block in planner.plan(batch).blocks)
         assert f" changes {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
 
@@ -208,11 +208,11 @@ def test_on_a_gpu_auto_has_no_plan_and_reach_has_one_block(shared, monkeypatch):
     dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     planner, line = plan_route(shared, dataset, "auto", 3)
-    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch).blocks) > 1
+    assert line.endswith("message_passing=reach") and len(planner.plan(batch).blocks) > 1
     monkeypatch.setattr(SharedGraph, "device", torch.device("cuda"))
-    assert plan_route(shared, dataset, "auto", 3) == (None, "shared")
+    assert plan_route(shared, dataset, "auto", 3) == (None, "message_passing=shared")
     planner, line = plan_route(shared, dataset, "reach", 3)
-    assert line.endswith("3 of 3 layers: reach") and len(planner.plan(batch).blocks) == 1
+    assert line.endswith("message_passing=reach") and len(planner.plan(batch).blocks) == 1
 
 
 def test_a_block_of_samples_fits_in_the_cache_and_is_not_empty(shared):

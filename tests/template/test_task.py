@@ -40,7 +40,7 @@ def test_the_plan_is_not_used_if_an_edited_layer_does_not_fit_it(monkeypatch, ca
 
     monkeypatch.setattr(KnockoutConv, "add", squared)
     task.check_plan(task.build_model())
-    assert task.dataset.transform is None and task.route == "shared"
+    assert task.dataset.transform is None and task.route == "message_passing=shared"
     assert "model_reach.py does not compute the same state changes" in caplog.text
 
 
