@@ -114,9 +114,11 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
         return "", "interrupted"
     if isinstance(error, dist.DistError) or of_gloo:
         *_, cause = reason.split("Last error:")  # NCCL appends the cause to its message
-        detail = " ".join(cause.split())[:99]
+        cause = " ".join(cause.split())
+        if "NCCL" in reason and "ncclRemoteError" not in reason:
+            return "", f"rank {rank}: NCCL reports: {cause}"
         return "", (
-            f"rank {rank}: another rank was killed or cannot be reached ({detail}): see the output "
+            f"rank {rank}: another rank was killed or cannot be reached ({cause}): see the output "
             "and the logs of the other ranks"
         )
     if allocated:

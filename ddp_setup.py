@@ -280,7 +280,8 @@ class Distributed:
         """Checks that every key has the same value on all ranks that have the key. A collective.
 
         A key may be missing on some ranks. For example, a rank that reads tables from the cache
-        loads fewer modules, and does not have the hashes of the other modules.
+        loads fewer modules, and does not have the hashes of the other modules. For sets, the error
+        lists the elements that only one of two ranks has.
 
         Raises:
             UserError: two ranks have different values of a key. Every rank raises this error, which
@@ -290,6 +291,12 @@ class Distributed:
         for rank, others in enumerate(self.gather(values)):
             for name, value in others.items():
                 first_rank, first_value = first.setdefault(name, (rank, value))
+                if value != first_value and isinstance(value, frozenset):
+                    only = ", ".join(sorted(value ^ first_value))
+                    raise UserError(
+                        f"{name} differ between ranks: only one of rank {first_rank} and rank "
+                        f"{rank} has {only}: use the same copy of the code on all machines"
+                    )
                 if value != first_value:
                     raise UserError(
                         f"{name} differs between ranks: {value} on rank {rank}, "
@@ -519,11 +526,15 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of Python, torch and CUDA, which must be the same on all ranks."""
+    """Returns the versions of libraries and the precision, which must be the same on all ranks.
+
+    The precision of float32 products also depends on environment variables of a container.
+    """
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or torch.version.hip,
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
     }
 
 

@@ -47,6 +47,11 @@ def is_here(name: str) -> bool:
     return (FOLDER / f"{name}.py").exists()
 
 
+def module_names() -> frozenset[str]:
+    """Returns the file names of all modules of this copy."""
+    return frozenset(path.name for path in FOLDER.glob("*.py"))
+
+
 @functools.cache
 def code_digest(source: bytes) -> str:
     """Returns a hash of the code of a Python module, given the content of its file.

@@ -50,12 +50,13 @@ from data import file_digest
 from ddp_ends import end_process
 from ddp_setup import DDPConfig, Distributed, library_versions
 from errors import UserError, counted
-from parts import optional
+from parts import module_names, optional
 from predict_tables import (
     BEYOND,
     Chunk,
     Survey,
     is_beyond,
+    is_trained_on,
     read_sets,
     screen,
     survey_sets,
@@ -199,7 +200,7 @@ def predict(settings: Settings, ddp: Distributed) -> None:
     """Writes the output that the command line selects; raises `UserError` on every rank."""
     with ddp.sync_errors():
         hashes = settings.hashes()
-    ddp.check_equal({**hashes, **library_versions()})
+    ddp.check_equal({**hashes, **library_versions(), "modules": module_names()})
     with ddp.sync_errors():
         ensemble = Ensemble(settings.runs, ddp)
         settings.explain = min(settings.explain, len(ensemble.tables.genes))
@@ -248,8 +249,8 @@ def check_names(columns: list[str]) -> None:
 def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explainer: Any) -> None:
     """Writes the predictions of all rows or, with an `explainer`, their explanations.
 
-    At the end, the log reports how many rows are extrapolations. Raises `UserError` if the file
-    cannot be written.
+    At the end, the log reports how many rows are extrapolations, and how many have sets of the
+    training rows. Raises `UserError` if the file cannot be written.
     """
     kind = "predictions"
     columns = ensemble.columns(settings.parts)
@@ -264,6 +265,10 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
     most = max(1, min(ensemble.rows_at_once, CELLS_AT_ONCE // len(columns) // lines_per_row))
     ranges = [run.trained for run in settings.runs]
     num_beyond = torch.zeros(len(BEYOND), dtype=torch.long)
+    # A graph.pt of an earlier version does not have these sets.
+    sets = [trained.get("sets", torch.empty(0, dtype=torch.long)) for trained in ranges]
+    trained_sets = torch.cat(sets).unique()  # in ascending order
+    num_trained = 0
     num_done = 0
     with bar, table_writer(output, ensemble.ddp) as write:
         write([header])
@@ -276,12 +281,18 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
             num_done += len(chunk.sets)
             are_beyond = [is_beyond(chunk.samples, trained) for trained in ranges]
             num_beyond += torch.stack(are_beyond).all(dim=0).sum(dim=1)
+            num_trained += int(is_trained_on(chunk.samples, trained_sets).sum())
             ensemble.ddp.step_done(num_done)
             bar.update(len(chunk.sets))
     for kind, count in zip(BEYOND, num_beyond.tolist(), strict=True):
         if count:
             rows = counted(count, "row")
             log.warning(f"note      predictions are extrapolations for {rows} with {kind}")
+    if num_trained:
+        log.info(
+            f"note      rows whose set of nodes a run was trained on: {num_trained:,}; their "
+            "predictions do not show how good the runs are"
+        )
     log.info(f"output    results for {counted(survey.num_known, 'row')} are in {output}")
 
 

@@ -9,6 +9,7 @@ Shapes: N nodes, n rows.
 """
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -85,9 +86,26 @@ def named_sets(tables: Tables) -> Tensor:
 
     Rows with the same names have the same hash, also in different tables.
     """
-    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in tables.genes]
-    codes = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)
-    return tables.set_code(codes[tables.perturbed])
+    return tables.set_code(name_codes(tuple(tables.genes))[tables.perturbed])
+
+
+@functools.cache
+def name_codes(names: tuple[str, ...]) -> Tensor:
+    """Returns a 64-bit hash of each name, long [N]."""
+    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)
+
+
+def is_trained_on(samples: Tables, sorted_sets: Tensor) -> Tensor:
+    """Returns whether the set of each sample is among trained sets, bool [n].
+
+    `sorted_sets` has their `named_sets` in ascending order. Samples without nodes do not count.
+    """
+    sets = named_sets(samples)
+    place = torch.searchsorted(sorted_sets, sets)
+    # The hash of a set without nodes is 0.
+    found = torch.cat([sorted_sets, sorted_sets.new_zeros(1)])[place]
+    return (found == sets) & (samples.perturbed_ptr.diff() > 0)
 
 
 def read_graph(checkpoint: Path) -> dict[str, Any]:
@@ -357,7 +375,7 @@ def table_writer(path: Path, ddp: Distributed) -> Iterator[Callable[[Iterable[st
     with explain(), contextlib.ExitStack() as files:
         with ddp.sync_errors(), explain():
             if ddp.rank == 0:
-                file = files.enter_context(atomic_file(path, f".{os.getpid()}.partial"))
+                file = files.enter_context(atomic_file(path, f"{path.name}.{os.getpid()}.partial"))
         yield write
         with ddp.sync_errors(), explain():
             files.close()

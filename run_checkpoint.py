@@ -188,7 +188,7 @@ def load_file(path: str | Path, **options: Any) -> Any:
 
 # ---- Writing -------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def atomic_file(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
+def atomic_file(path: Path, temporary_name: str) -> Iterator[BinaryIO]:
     """Returns a context manager that writes a file atomically.
 
     It opens a temporary file next to `path`. After the block, it writes the file to the disk and
@@ -196,9 +196,9 @@ def atomic_file(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
 
     Args:
         path: the file to write.
-        suffix: the name of the temporary file is the name of `path` with this suffix.
+        temporary_name: name of the temporary file.
     """
-    temporary = path.with_name(path.name + suffix)
+    temporary = path.with_name(temporary_name)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -212,13 +212,16 @@ def atomic_file(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Writes a text file. Readers never see an incomplete file, even if two processes write it."""
-    with atomic_file(path, f".{os.getpid()}.tmp") as file:
+    with atomic_file(path, f"{path.name}.{os.getpid()}.tmp") as file:
         file.writelines(line.encode() for line in lines)
 
 
 def save_atomically(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Writes a checkpoint with `torch.save`. Readers never see an incomplete file."""
-    with atomic_file(path) as file:
+    """Writes a checkpoint with `torch.save`. Readers never see an incomplete file.
+
+    All temporary files have one name, so that the next save overwrites the file of a killed save.
+    """
+    with atomic_file(path, "checkpoint.tmp") as file:
         try:
             torch.save(checkpoint, file)
         except RuntimeError as error:

@@ -53,7 +53,7 @@ from errors import RunError, counted
 from evaluate import predict_rows
 from metrics import metrics_text, quality
 from optim import OptimConfig, build_optimizer, may_step, schedule, set_learning_rates
-from parts import check_parts, is_here, optional
+from parts import check_parts, is_here, module_names, optional
 from run_checkpoint import TrainState
 from run_folder import RunFolder
 from run_progress import progress_bar
@@ -102,7 +102,7 @@ def train(config: Config, ddp: Distributed) -> None:
     code = {} if changes is None else changes.code_of_steps()
     shared = {**config.shared_options(), "data (hash)": task.fingerprint}
     # Ranks must not differ in their libraries, code, options or tables.
-    ddp.check_equal({**library_versions(), **code, **shared})
+    ddp.check_equal({**library_versions(), **code, **shared, "modules": module_names()})
 
     # `StepSampler` replaces DistributedSampler, whose batch size is per rank. Here, data.batch_size
     # is the total over all ranks and micro-batches. A step therefore has the same rows for any
@@ -202,7 +202,8 @@ def train_epoch(
         log_now = state.step % config.log.every_steps == 0
         if reason or save_now or log_now or is_last:
             row = meter.read(state)
-            folder.write("train", state, lr=lr_factor * optim.lr, **row)
+            largest_lr = max(group["lr"] for group in state.optimizer.param_groups)
+            folder.write("train", state, lr=largest_lr, **row)
             folder.loss_and_speed = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
             bar.set_postfix_str(folder.progress(state.step), refresh=False)
         if reason or save_now:

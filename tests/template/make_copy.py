@@ -115,17 +115,14 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         (partial / "README.md").write_text(readme(folder.name, partial, parts, origin))
         for page in partial.glob("docs/*.md"):
             page.write_text(page_of_copy(page, origin))
-        has_branches = make_repository(partial, origin)
+        about_git = make_repository(partial, origin)
         os.rename(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     report(folder, parts)
-    if has_branches:
-        print(
-            "git       the branch template is the unchanged copy, the branch main is for your "
-            "changes"
-        )
+    if about_git:
+        print(f"git       {about_git}")
     if python is not None:
         print(
             f"python    .venv is a link to {python}; if you delete this link, ./launch.sh creates "
@@ -181,20 +178,40 @@ def origin_of_copy() -> str:
     return f"template {commit}{edits}"
 
 
-def make_repository(folder: Path, message: str) -> bool:
+def make_repository(folder: Path, message: str) -> str:
     """Makes the folder a git repository with one commit, on the branches `template` and `main`.
 
-    Returns whether this was done. It is not done if the folder is in a repository, or if git is
-    missing. `message` is the message of the commit.
+    The settings of the user, such as hooks and ignored files, do not apply. Nothing is done if the
+    folder is in a repository, or if git is missing.
+
+    Args:
+        folder: the folder of the copy.
+        message: the message of the commit.
+
+    Returns:
+        A text for the user, "" if nothing was done.
     """
-    if git(folder, "rev-parse", "--git-dir") is not None:
-        return False
-    author = ["-c", "user.name=template", "-c", "user.email=template", "-c", "commit.gpgsign=false"]
-    git(folder, "init", "-q")
+    if git(folder, "--version") is None or git(folder, "rev-parse", "--git-dir") is not None:
+        return ""
+    settings = {
+        "user.name": "template",
+        "user.email": "template",
+        "commit.gpgsign": "false",
+        "core.hooksPath": os.devnull,
+        "core.excludesFile": os.devnull,
+        "core.autocrlf": "false",
+    }
+    author = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+    git(folder, "init", "-q", "--template=")
     git(folder, "symbolic-ref", "HEAD", "refs/heads/template")
-    git(folder, "add", "-A")
+    git(folder, *author, "add", "-A")
     git(folder, *author, "commit", "-q", "--no-verify", "-m", message)
-    return git(folder, "checkout", "-q", "-b", "main", "template") is not None
+    if git(folder, "checkout", "-q", "-b", "main", "template") is None:
+        return (
+            "the copy could not be committed, but later upgrades need this commit: run git commit "
+            "in the folder on the branch template, then git checkout -b main"
+        )
+    return "the branch template is the unchanged copy, the branch main is for your changes"
 
 
 def page_of_copy(page: Path, origin: str) -> str:

@@ -48,9 +48,10 @@ def test_a_temporary_failure_of_the_file_system_does_not_stop_a_run(tmp_path, mo
 
 def test_the_reason_of_an_nccl_error_is_its_last_error():
     error = DistBackendError("NCCL error in: a long path, unhandled error\nLast error:\nno memory")
-    assert explain_failure(error, 1)[1].endswith(
-        "(no memory): see the output and the logs of the other ranks"
-    )
+    assert explain_failure(error, 1)[1] == "rank 1: NCCL reports: no memory"
+    error = DistBackendError(f"NCCL error\nncclRemoteError: lost\nLast error:\n{'closed ' * 50}")
+    assert "another rank was killed" in explain_failure(error, 1)[1]
+    assert "closed closed): see" in explain_failure(error, 1)[1]
 
 
 def test_under_nohup_sighup_does_not_stop_a_run(tmp_path):

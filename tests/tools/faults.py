@@ -169,7 +169,7 @@ FAULTS = [
         "optimiser",
         rank=0,
         prints="Is a directory",
-        repair=lambda folder: (folder / "checkpoints/step_00000006.pt.tmp").rmdir(),
+        repair=lambda folder: (folder / "checkpoints/checkpoint.tmp").rmdir(),
     ),
     Fault("a NaN in one rank's loss", "nan", prints="step 6 is not finite"),
     Fault("an infinite loss", "inf", prints="step 6 is not finite"),
@@ -434,7 +434,7 @@ def inject(action: str, folder: Path, marks: Path, step: int) -> None:
     elif action == "disk full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     elif action == "blocked":
-        (folder / f"checkpoints/step_{step + 1:08d}.pt.tmp").mkdir(exist_ok=True)
+        (folder / "checkpoints/checkpoint.tmp").mkdir(exist_ok=True)
     elif action == "fill the disk":
         fill_the_disk(folder)
     elif action == "kill loader":
