@@ -280,12 +280,11 @@ class Distributed:
         """Checks that every key has the same value on all ranks that have the key. A collective.
 
         A key may be missing on some ranks. For example, a rank that reads tables from the cache
-        loads fewer modules, and does not have the hashes of the other modules. For sets, the error
-        lists the elements that only one of two ranks has.
+        loads fewer modules, and does not have the hashes of the other modules.
 
         Raises:
             UserError: two ranks have different values of a key. Every rank raises this error, which
-                names the key, both ranks and their values.
+                names the key, both ranks, and their values or the difference of two sets.
         """
         first = {}  # for each key, the first rank that has the key, and its value there
         for rank, others in enumerate(self.gather(values)):
@@ -526,10 +525,7 @@ def run(program: Callable[[Distributed], None], config: DDPConfig) -> int:
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of libraries and the precision, which must be the same on all ranks.
-
-    The precision of float32 products also depends on environment variables of a container.
-    """
+    """Returns versions, and the precision of float32 products, which must agree on all ranks."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

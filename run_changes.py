@@ -17,11 +17,10 @@ from parts import FOLDER, code_digest
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
-# The lines of environment.txt with a version.
 OLD_LENGTH = 12  # digits of the hashes of code in checkpoints of earlier versions
-VERSION = re.compile(
-    r"^(python|torch|CUDA|float32 matmul precision|torch-geometric|numpy): (.*)", re.M
-)
+# The lines of environment.txt that are compared.
+COMPARED = "python|torch|CUDA|float32 matmul precision|torch-geometric|numpy"
+VERSION = re.compile(rf"^({COMPARED}): (.*)", re.M)
 # Files with these prefixes do not affect the numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
