@@ -63,15 +63,18 @@ def model(task):
 
 
 def disturbed_model(task: KnockoutTask) -> nn.Module:
-    """Returns the model of the task, with noise added to its parameters.
+    """Returns the model of the task, with noise added to its parameters and saved buffers.
 
-    Without the noise, terms whose parameters start at zero would hide errors.
+    Without the noise, values that start neutral, such as zeros, would hide errors.
     """
     torch.manual_seed(0)
     model = task.build_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
+        for name, value in model.state_dict().items():
+            if name not in dict(model.named_parameters()) and value.is_floating_point():
+                value += 0.1 * torch.rand_like(value)  # a variance stays positive
     return model.eval()
 
 
@@ -162,6 +165,18 @@ def test_epoch_contains_each_training_row_once_on_any_number_of_ranks(task):
         )
 
 
+def test_epochs_have_different_orders_of_rows(task):
+    sampler = StepSampler(task.rows("train")[:100], 6, 1, world_size=1, rank=0, seed=0)
+    orders = []
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] != orders[1], (
+        "Two epochs have the same order of rows. Usually `StepSampler.set_epoch` in data_loader.py "
+        "does not use the epoch."
+    )
+
+
 def test_metrics_are_larger_for_better_predictions(task):
     """Predictions that equal the scores must not be worse than the same predictions, shuffled."""
     y = task.tables.y[~task.tables.y.isnan().any(dim=1)]
@@ -178,6 +193,19 @@ def test_metrics_are_larger_for_better_predictions(task):
             f"The metric {name} is smaller for perfect predictions than for shuffled ones. Usually "
             "it is an error: return its negative in metrics.py, so that larger values are better."
         )
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_outputs_do_not_depend_on_the_scores_and_weights(model, graph, batch_of, sets, is_training):
+    model.train(is_training)
+    batch = batch_of(sets)
+    expected = model(graph, batch)
+    batch.y = 5 - batch.y
+    batch.weight = 3 * batch.weight
+    assert torch.equal(model(graph, batch), expected), (
+        "The output changes with the scores or weights of the batch, which are unknown in "
+        "predictions. Usually `forward` reads `batch.y` or `batch.weight`: only the loss may."
+    )
 
 
 def test_outputs_are_finite_and_have_the_shape_that_the_loss_needs(

@@ -4,13 +4,15 @@ If a test fails, see the table of causes in docs/runs.md.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from data_loader import make_loader
 from tests.few_rows import load_few_rows
 
 # Largest norm of the difference of a tensor, divided by the norm of the model, in float64.
@@ -41,10 +43,41 @@ def train(run_here, launch, options, tmp_path_factory) -> Callable[..., Path]:
     return start
 
 
+class RecordedBatches:
+    """A batch sampler that appends the rows of each epoch to `orders`."""
+
+    def __init__(self, sampler: Iterable[list[int]], orders: list[list[int]]):
+        self.sampler = sampler
+        self.orders = orders
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(self.sampler)
+        self.orders.append([row for batch in batches for row in batch])
+        return iter(batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+
 @pytest.fixture(scope="module")
-def one_rank(train) -> Path:
+def orders() -> list[list[int]]:
+    """The row numbers of each epoch of `one_rank`, in the order of training."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def one_rank(train, orders) -> Path:
     """The folder of an undisturbed run with one process."""
-    return train("one")
+
+    def make_recorded_loader(dataset: Any, sampler: Any, *arguments: Any) -> Any:
+        return make_loader(dataset, RecordedBatches(sampler, orders), *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.make_loader", make_recorded_loader)
+        return train("one")
 
 
 def parameters(run: Path) -> dict[str, Tensor]:
@@ -84,6 +117,14 @@ def test_a_run_ends_with_a_test_of_its_best_model(one_rank):
     assert (one_rank / "checkpoints/best.pt").exists(), (
         "There is no best.pt. Usually `validate` in train.py does not save, or `RunFolder.save` in "
         "run_folder.py was changed."
+    )
+
+
+def test_each_epoch_trains_on_the_rows_in_a_different_order(one_rank, orders):
+    first, second = orders
+    assert sorted(first) == sorted(second) and first != second, (
+        "Both epochs have the same order of rows. Usually the loop in train.py does not call "
+        "`sampler.set_epoch(state.epoch)` before each epoch."
     )
 
 

@@ -291,6 +291,16 @@ def own_metric() -> None:
     metrics.METRICS = own | metrics.METRICS
 
 
+def own_learning_rate() -> None:
+    """The loop sets a constant learning rate instead of the schedule."""
+
+    def set_constant(optimizer: torch.optim.Optimizer, factor: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.125
+
+    train.set_learning_rates = set_constant
+
+
 def other_groups() -> None:
     """The first group of parameters is split into two."""
     groups_of = optim.parameter_groups

@@ -13,6 +13,7 @@ import torch
 import ddp_setup
 from ddp_ends import Heartbeat, StopRequest
 from ddp_setup import DDPConfig, Distributed
+from errors import UserError
 from tests.template.fixtures import fork_ranks, join
 from tests.tools.runs import difference, read_metrics
 
@@ -349,3 +350,10 @@ def test_a_heartbeat_contains_the_current_phase():
         assert ddp.heartbeat.phase == "set-up"
     ddp.step_done(9)
     assert ddp.heartbeat == Heartbeat(step=9, changes=0, phase="other work", entered=3)
+
+
+def test_ranks_with_different_modules_are_refused(monkeypatch):
+    modules = [frozenset({"train.py", "predict.py"}), frozenset({"train.py"})]
+    monkeypatch.setattr(Distributed, "gather", lambda ddp, value: [{"modules": m} for m in modules])
+    with pytest.raises(UserError, match=r"rank 0 and rank 1 has predict\.py: use the same copy"):
+        Distributed(DDPConfig()).check_equal({})

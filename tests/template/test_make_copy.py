@@ -187,3 +187,29 @@ def test_a_failed_copy_leaves_no_files(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "copyfile", full_disk)
     assert make_copy.main([str(tmp_path / "mine")]) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_git_do_not_apply_to_a_copy(copied, tmp_path, monkeypatch):
+    settings = tmp_path / "gitconfig"
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "prepare-commit-msg").write_text("#!/bin/sh\nexit 1\n")
+    (hooks / "prepare-commit-msg").chmod(0o755)
+    (tmp_path / "ignored").write_text("*.yaml\n*.tsv\n")
+    settings.write_text(
+        f"[core]\nhooksPath = {hooks}\nexcludesFile = {tmp_path / 'ignored'}\nautocrlf = true\n"
+    )
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
+    assert "the branch template is the unchanged copy" in copied()
+    files = make_copy.git(tmp_path / "mine", "ls-tree", "-r", "--name-only", "template")
+    assert {"config.yaml", "example/edges.tsv", "launch.sh"} <= set(files.splitlines())
+
+
+def test_a_copy_that_cannot_be_committed_says_so(tmp_path, monkeypatch):
+    git = make_copy.git
+
+    def git_without_commits(folder: Path, *words: str) -> str | None:
+        return None if "commit" in words else git(folder, *words)
+
+    monkeypatch.setattr(make_copy, "git", git_without_commits)
+    assert "could not be committed" in make_copy.make_repository(tmp_path, "a message")

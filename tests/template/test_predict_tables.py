@@ -1,6 +1,7 @@
 """Graphs of runs, sets to predict, and warnings about extrapolations and leaks."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,3 +223,19 @@ def test_a_set_that_is_also_in_training_here_is_not_counted(trained, tables, tmp
     config = read_config([*options, "run.init=runs/default/checkpoints/best.pt"])
     task = KnockoutTask.from_tables(load(config.data), config)
     assert not [note for note in task.notes() if "best.pt" in note]
+
+
+def test_rows_with_a_trained_set_are_counted(trained, predict, tables, tmp_path, monkeypatch):
+    """The levels do not matter. Rows without nodes are not counted."""
+    monkeypatch.chdir(tmp_path)
+    trained("run.name=run")
+    tables = load(read_config(tables).data)
+    sets = [",".join(tables.genes[node] for node in nodes) for nodes in sets_of(tables)]
+    is_trained = tables.is_in("train").tolist()
+    known = {frozenset(sets[row].split(",")) for row, used in enumerate(is_trained) if used}
+    asked = [*sets[:50], "Y01=0.3", "", "Y00,Y01,Y02,Y03,Y04"]
+    write_table(tmp_path / "ask.tsv", [("genes",), *[(one_set,) for one_set in asked]])
+    count = sum(frozenset(re.sub("=0.3", "", names).split(",")) in known for names in asked)
+    assert 0 < count < 51
+    output = predict(0, "ask.tsv", "runs/run").check().stdout
+    assert f"a run was trained on: {count};" in output

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import run_changes
-from run_changes import code_digests, other_code
+from ddp_setup import library_versions
+from run_changes import code_digests, note_other_versions, other_code
 from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
 from tests.tools.runs import newest_checkpoint, read_metrics
 
@@ -227,3 +228,13 @@ def test_an_option_that_a_run_did_not_have_counts_as_its_default(
     others = ["optim.epochs=2", "run.name=again", "optim.momentum=0.5"]
     result = train(0, *others, script=script).check()
     assert "with optim.momentum=0.9, a different version of optim.py\n" in result.stdout
+
+
+def test_a_changed_precision_of_float32_products_is_logged(monkeypatch, caplog):
+    """For example, an environment variable of a container can change it."""
+    texts = []
+    for precision in ("high", "highest"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda value=precision: value)
+        texts.append("".join(f"{name}: {value}\n" for name, value in library_versions().items()))
+    note_other_versions(*texts)
+    assert "float32 matmul precision high" in caplog.text

@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -287,3 +288,13 @@ def test_two_processes_that_write_a_text_at_once_do_not_share_a_temporary_file(
     write_atomically(path, lines_of_first())
     assert path.read_text() == "first\nline\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_temporary_file_of_a_killed_save_is_overwritten(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path, **options: None)  # a killed process cannot
+        patch.setattr(os, "replace", lambda *paths: None)
+        save_atomically(tmp_path / "step_00000001.pt", {})
+    assert len(list(tmp_path.iterdir())) == 1
+    save_atomically(tmp_path / "step_00000002.pt", {})
+    assert list(tmp_path.iterdir()) == [tmp_path / "step_00000002.pt"]

@@ -398,3 +398,10 @@ def test_ranks_only_agree_at_once_in_each_validation_and_in_the_test(train, monk
     monkeypatch.setattr(Distributed, "stop_reason", counted)
     train(0, "optim.epochs=3").check()
     assert sum(asked) == 1 + 3 + 1  # at the start, after each epoch, and in the test
+
+
+def test_metrics_have_the_learning_rate_of_the_optimiser(train, tmp_path):
+    """The loop of a copy may set the learning rate in a different way."""
+    train(0, "log.every_steps=1", fault="own_learning_rate").check()
+    rows = read_metrics(tmp_path / "runs/default", "train")
+    assert [row["lr"] for row in rows] == [0.125] * len(rows)
