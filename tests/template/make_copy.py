@@ -324,14 +324,14 @@ def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
 def report(folder: Path, parts: Sequence[Part]) -> None:
     """Prints the parts of a copy, and its numbers of modules, tests and lines."""
     for part in parts:
-        print(f"part      {part.name}: {part.num_lines(folder):,} lines")
+        print(f"part      {part.name}: {part.num_lines(folder):,} lines of code")
     of_parts = {file for part in PARTS for file in part.files}
     modules = list(folder.glob("*.py"))
     core = [path for path in modules if path.name not in of_parts]
     tests = list((folder / "tests").rglob("*.py"))
-    print(f"core      {len(core)} modules, {num_lines(core):,} lines")
-    print(f"all       {len(modules)} modules, {num_lines(modules):,} lines")
-    print(f"tests     {len(tests)} files, {num_lines(tests):,} lines")
+    print(f"core      {len(core)} modules, {num_lines(core):,} lines of code")
+    print(f"all       {len(modules)} modules, {num_lines(modules):,} lines of code")
+    print(f"tests     {len(tests)} files, {num_lines(tests):,} lines of code")
     print(
         f"created   {folder}: in this folder, run ./launch.sh to train, and ./launch.sh test to "
         "run the tests"

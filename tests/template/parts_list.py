@@ -1,12 +1,17 @@
 """The list of optional parts: the files of each part, and what a copy loses without it."""
 
+import ast
+import io
+import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL
 
-from parts import FOLDER, NEEDS
+from parts import DOCUMENTED, FOLDER, NEEDS
 
 NO_OPTION = ("", "", "", ())
+NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)  # types of tokens that are not code
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Part:
         return [str(path.relative_to(FOLDER)) for path in paths]
 
     def num_lines(self, folder: Path = FOLDER) -> int:
-        """Returns the number of lines of Python that the part has in a folder."""
+        """Returns the number of lines of code that the part has in a folder."""
         paths = []
         for file in self.files:
             path = folder / file
@@ -62,8 +67,24 @@ class Part:
 
 
 def num_lines(paths: Iterable[Path]) -> int:
-    """Returns the total number of lines of some files."""
-    return sum(len(path.read_text().splitlines()) for path in paths)
+    """Returns the total number of lines of code in some Python files.
+
+    Comments, docstrings and blank lines do not count, so that nobody shortens them to save lines.
+    """
+    return sum(len(lines_of_code(path.read_text())) for path in paths)
+
+
+def lines_of_code(source: str) -> set[int]:
+    """Returns the numbers of the lines that have code."""
+    numbers = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            numbers.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            numbers.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
+    return numbers
 
 
 PARTS = [

@@ -20,6 +20,7 @@ from optim import OptimConfig, schedule
 from predictor import are_equal
 from tests.template import make_copy
 from tests.template.fixtures import ROOT, copy_template
+from tests.template.parts_list import num_lines
 from tests.template.slow.recipes import (
     PAGE,
     adapt,
@@ -107,9 +108,8 @@ def test_a_copy_without_a_graph_passes_its_tests_and_learns(run, tmp_path):
     program = [sys.executable, "-m"]
     run([*program, "ruff", "check", "--no-cache", str(mine)]).check()
     modules = list(mine.glob("*.py"))
-    num_lines = sum(len(path.read_text().splitlines()) for path in modules)
     numbers = re.search(r"leaves (\d+) modules of \w+ ([\d,]+) lines", PAGE.read_text()).groups()
-    assert numbers == (str(len(modules)), f"{round(num_lines, -2):,}")
+    assert numbers == (str(len(modules)), f"{round(num_lines(modules), -2):,}")
     alone = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pytest_here = " ".join([*program, "pytest", "-q", "-p", "tests.options"])
     tested = run(["bash", "-c", f"cd mine && {pytest_here}"], timeout=300, **alone).check()
