@@ -202,11 +202,16 @@ class Tables:
         digest = hashlib.sha256()
         for name, value in vars(self).items():
             default = defaults.get(name, MISSING)
-            is_default = type(value) is type(default) and value == default
+            is_default = type(value) is type(default) and is_equal(value, default)
             if name in OF_FILES or is_default or (names and name not in names):
                 continue
             digest.update(json.dumps([name, value], default=encode).encode())
         return digest.hexdigest() if names else FINGERPRINT + digest.hexdigest()
+
+
+def is_equal(value: Any, other: Any) -> bool:
+    """Returns whether two values of the same type are equal, which may be tensors."""
+    return torch.equal(value, other) if isinstance(value, Tensor) else value == other
 
 
 # ---- Files ---------------------------------------------------------------------------------------
