@@ -8,8 +8,8 @@
    dead nodes, [N, B, H]. It reads how the states of the living nodes differ from the wild type.
 
 `KnockoutTask.build_model` assembles these and further terms. The arguments `record` and `has_plan`
-and the class `LayerStates` are only used for batches with a plan. Plans are explained in the
-optional part model_reach.py. For all other batches, `record` is None.
+and the class `LayerStates` are only used for batches with a plan, which an optional part makes. For
+all other batches, `record` is None.
 
 Shapes: N nodes, R relations, B samples in the batch, b samples in a block of the batch, P perturbed
 nodes in the batch, H hidden channels, K effects of a node, T targets of C columns each (see
@@ -411,7 +411,7 @@ class LocalReadout(nn.Module):
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
         """Returns the term, [B, T * C]."""
         pairs, hidden = self.inputs(wild, dose, batch)
-        wild.kept["hidden"] = hidden  # the term pairs adds its own inputs to these values
+        wild.kept["hidden"] = hidden  # features of pairs are inputs of the MLP, too
         return self.pair(pairs) + self.read(hidden)
 
     def inputs(self, wild: WildType, dose: Tensor, batch: Data) -> tuple[Tensor, Tensor]:
