@@ -325,4 +325,4 @@ def test_a_profile_is_predicted_for_each_node(train, predict, profile_tables, tm
     assert len(lines) == 60
     cells = [cell for line in lines for cell in line.split("\t")[1:]]
     assert len(cells) == 60 * 60
-    assert max(len(cell.strip("-").replace(".", "").lstrip("0")) for cell in cells) <= 16
+    assert all(math.isfinite(float(cell)) for cell in cells)

@@ -113,7 +113,7 @@ def test_a_copy_without_a_graph_passes_its_tests_and_learns(run, tmp_path):
     alone = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pytest_here = " ".join([*program, "pytest", "-q", "-p", "tests.options"])
     tested = run(["bash", "-c", f"cd mine && {pytest_here}"], timeout=300, **alone).check()
-    assert "3 passed" in tested.stdout
+    assert "4 passed" in tested.stdout
     run([sys.executable, str(mine / "train.py"), "optim.epochs=2"], **alone).check()
     (test,) = read_metrics(tmp_path / "runs/default", "test")
     assert test["accuracy"] > 0.9
