@@ -134,10 +134,12 @@ def copy_entries(
     for dim, size in enumerate(parameter.shape):
         places = saved_places = np.arange(size)
         if dim in kinds:
-            names = getattr(origin, kinds[dim])
-            saved_names = checkpoint.get(kinds[dim], [])
+            kind = kinds[dim]
+            names = getattr(origin, kind)
+            saved_names = checkpoint.get(kind, [])
             shared, places, saved_places = np.intersect1d(names, saved_names, return_indices=True)
-            counts.append(f"{len(shared):,} of {counted(len(names), kinds[dim][:-1])}")
+            of_all = counted(len(names), kind.removesuffix("s"))
+            counts.append(f"{len(shared):,} of {of_all}")
         ours.append(places)
         theirs.append(saved_places)
     parameter[np.ix_(*ours)] = saved[np.ix_(*theirs)].to(parameter)
@@ -151,9 +153,10 @@ def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
         lacking = [name for name in getattr(origin, kind) if name not in saved_names]
         if lacking:
             first = ", ".join(lacking[:10])
+            number = counted(len(lacking), kind.removesuffix("s"))
             log.warning(
-                f"note      kept the initial parameters of {counted(len(lacking), kind[:-1])} not "
-                f"in {checkpoint['file']}: {first}"
+                f"note      kept the initial parameters of {number} not in {checkpoint['file']}: "
+                f"{first}"
             )
 
 
