@@ -49,6 +49,7 @@ SECTIONS = {section.name: {f.name for f in fields(section.type)} for section in 
 PLAIN = ("export", "cd", "cmp", "cp", "rm", "patch", "touch", "tensorboard", "git")
 # Prefixes of environment variables that launch.sh does not read.
 EXTERNAL = ("OMP_", "MALLOC_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "GOMP_", "MASTER_")
+EXTERNAL += ("MKL_", "ATEN_")
 COMMANDS = list(
     dict.fromkeys(
         command for page in PAGES for command in block_commands(page) + inline_commands(page)
