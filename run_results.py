@@ -80,16 +80,16 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
         yield "\t".join(cells)
 
 
-def table_lines(labels: Iterator[str], numbers: Tensor) -> Iterator[str]:
+def table_lines(labels: Iterator[str], numbers: Tensor, number_format: str = "%r") -> Iterator[str]:
     """Yields the lines of a table without its header.
-
-    Each number has as many digits as are needed to read the same number again.
 
     Args:
         labels: the first cells of each row, joined by tabs.
         numbers: the further cells of each row, [n, C]. Cells that are nan are left empty.
+        number_format: the default writes as many digits as are needed to read the same number
+            again.
     """
-    template = "\t%r" * numbers.size(1) + "\n"
+    template = f"\t{number_format}" * numbers.size(1) + "\n"
     # Blocks of rows save memory, because a list needs four times the memory of a tensor.
     for some_numbers in numbers.split(100):
         for row in some_numbers.tolist():
