@@ -30,8 +30,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-# OpenMP reads this variable when torch is imported. It limits how long a thread that waits for work
-# spins. By default, threads spin for a long time, and slow down other threads on the same cores.
+# OpenMP reads this variable when torch is imported. It limits how long a thread spins while it
+# waits for work. By default, threads spin for a long time, and slow down other threads on the same
+# cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 # Search this folder first for imports, because other folders may have modules with the same names.
 # Without this line, Python would not search this folder at all if PYTHONSAFEPATH is set.
@@ -258,7 +259,7 @@ def update_parameters(state: TrainState, clip: float) -> Tensor:
     """Clips the gradients to the norm `clip`, makes the optimiser's step and zeroes the gradients.
 
     Returns the gradient norm before clipping and the scale of the loss, [2]. With CUDA graphs,
-    later steps usually replay only the tensor operations of this function.
+    later steps usually do not call this function, but only replay its tensor operations.
     """
     parameters = list(state.model.parameters())
     # `scale` is the loss scale. Without fp16, it is 1. `get_scale` would wait for the GPU.

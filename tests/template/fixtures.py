@@ -580,10 +580,10 @@ def _run_script(
     os.environ.update(variables)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch read it before the fork
     sys.argv = command
-    for parent in Path(command[0]).parents:
-        if (parent / "train.py").exists() and parent != ROOT:
-            import_from_copy(parent)
-            break
+    # The folder of the project, or of a copy of it.
+    folders = [parent for parent in Path(command[0]).parents if (parent / "train.py").exists()]
+    if folders and folders[0] != ROOT:
+        import_from_copy(folders[0])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, stream in ((1, "stdout"), (2, "stderr")):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
