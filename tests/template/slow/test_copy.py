@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.template import make_copy
-from tests.template.fixtures import ROOT, launch_forked
+from tests.template.fixtures import ROOT, SMALL, launch_forked
 from tests.template.pages import anchors, blocks
 from tests.template.slow.recipes import (
     PAGE,
@@ -26,6 +26,7 @@ from tests.template.slow.recipes import (
     train,
 )
 from tests.tools.faults import FAULTS, run_fault
+from tests.tools.runs import read_metrics
 
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -189,6 +190,26 @@ def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_
     _, rows = train(mine, "optim.epochs=1")
     assert [row["agreement"] > 0.5 for row in rows if row["kind"] == "test"] == [True]
     assert_contract(mine)
+
+
+WITH_EDGE_FEATURES = "fa483e0"  # a commit whose tables had further fields
+
+
+def test_an_unfinished_run_of_an_older_template_is_resumed(run, tables, tmp_path):
+    """The log says that the tables of the older run cannot be compared."""
+    git = f"git -C {ROOT}"
+    unpack = f"mkdir old && {git} archive {WITH_EDGE_FEATURES} | tar -x -C old"
+    if run(["bash", "-c", f"{git} cat-file -e {WITH_EDGE_FEATURES}"]).returncode:
+        pytest.skip("the history of the template is missing")
+    run(["bash", "-euc", unpack]).check()
+    options = [*tables, *SMALL, "model.readout=local", "data.cache_dir="]
+    for folder, epochs in ((tmp_path / "old", 1), (ROOT, 2)):
+        command = [sys.executable, str(folder / "train.py"), *options, f"optim.epochs={epochs}"]
+        output = run(command, PYTHONPATH=str(folder), OMP_NUM_THREADS="1").check().stdout
+    assert "written by an earlier version of the template" in output
+    assert "resumed at step 5" in output
+    steps = [row["step"] for row in read_metrics(tmp_path / "runs/default", "train")]
+    assert steps == list(range(1, 11))
 
 
 # ---- Tests ---------------------------------------------------------------------------------------
