@@ -77,7 +77,7 @@ from ddp_setup import set_threads
 from errors import UserError, counted
 from losses import LOSSES
 from metrics import first_metric
-from parts import is_here, optional
+from parts import comparable, is_here, optional
 from run_checkpoint import (
     explain_write_errors,
     may_compare,
@@ -307,7 +307,7 @@ def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
         except UserError as error:
             notes.append(str(error))
             continue
-        of_run |= checkpoint.get("code", {})
+        of_run |= comparable(checkpoint.get("code", {}))
         checkpoints.append(checkpoint)
     predictor = optional("predictor")
     if predictor is not None:

@@ -119,9 +119,13 @@ class Results:
     def prediction(self) -> Tensor:
         return self.predictions["prediction"]
 
-    def row_keys(self) -> list[tuple[str, bytes, str]]:
-        """Returns a key for each row: its genes, scores and unseen genes."""
-        scores = [of_row.tobytes() for of_row in self.y.numpy()]
+    def row_keys(self) -> list[tuple[str, str, str]]:
+        """Returns a key for each row: its genes, scores and unseen genes.
+
+        Scores are rounded to twelve digits, as in the files of earlier versions of the template.
+        """
+        template = "%.12g\t" * len(self.targets)
+        scores = [template % tuple(of_row) for of_row in self.y.tolist()]
         return list(zip(self.genes, scores, self.unseen_genes, strict=True))
 
     @property

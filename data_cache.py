@@ -101,5 +101,5 @@ def source_digest(function: Callable) -> str:
     files = {module.__file__ for module in finder.modules.values()} - {None}
     digest = hashlib.sha256()
     for file in sorted(files):
-        digest.update(code_digest(Path(file).read_bytes()).encode())
+        digest.update(code_digest(Path(file)).encode())
     return digest.hexdigest()

@@ -201,17 +201,13 @@ class Tables:
             defaults[each.name] = each.default_factory() if has_factory else each.default
         digest = hashlib.sha256()
         for name, value in vars(self).items():
-            default = defaults.get(name, MISSING)
-            is_default = type(value) is type(default) and is_equal(value, default)
-            if name in OF_FILES or is_default or (names and name not in names):
+            if name in OF_FILES or (names and name not in names):
                 continue
-            digest.update(json.dumps([name, value], default=encode).encode())
+            content = json.dumps(value, default=encode)
+            default = defaults.get(name, MISSING)
+            if default is MISSING or content != json.dumps(default, default=encode):
+                digest.update(json.dumps([name, content]).encode())
         return digest.hexdigest() if names else FINGERPRINT + digest.hexdigest()
-
-
-def is_equal(value: Any, other: Any) -> bool:
-    """Returns whether two values of the same type are equal, which may be tensors."""
-    return torch.equal(value, other) if isinstance(value, Tensor) else value == other
 
 
 # ---- Files ---------------------------------------------------------------------------------------

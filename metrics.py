@@ -97,7 +97,7 @@ def spearman(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Ten
 
 
 # All metrics are logged, for the model and its rivals. The first metric is plotted, and it chooses
-# best.pt. Larger values are better, unless `is_error` is True for the metric.
+# best.pt. Larger values must be better.
 METRICS = {
     "pearson": pearson,
 }

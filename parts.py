@@ -18,6 +18,7 @@ from typing import Any
 from errors import UserError
 
 FOLDER = Path(__file__).parent.resolve()
+OLD_LENGTH = 12  # characters of the code digests in checkpoints of earlier versions
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have a docstring
 # Each row: an option, the module that it needs, its value without the module, and the values that
 # need the module. () means that all other values need it.
@@ -52,13 +53,26 @@ def module_names() -> frozenset[str]:
     return frozenset(path.name for path in FOLDER.glob("*.py"))
 
 
-@functools.cache
-def code_digest(source: bytes) -> str:
-    """Returns a hash of the code of a Python module, given the content of its file.
+def code_digest(path: Path) -> str:
+    """Returns a hash of the code of a Python module.
 
     Comments, docstrings and layout do not count, and neither does the version of Python.
     """
-    return hashlib.sha256(repr(content_of(ast.parse(source))).encode()).hexdigest()
+    return digest_of_source(path.read_bytes(), str(path))
+
+
+@functools.cache
+def digest_of_source(source: bytes, file: str) -> str:
+    tree = ast.parse(source, file)
+    return hashlib.sha256(repr(content_of(tree)).encode()).hexdigest()
+
+
+def comparable(digests: Mapping[str, str]) -> dict[str, str]:
+    """Returns the digests of files without those from earlier versions of the template.
+
+    Those were shorter, and also depended on comments.
+    """
+    return {file: digest for file, digest in digests.items() if len(digest) != OLD_LENGTH}
 
 
 def content_of(value: Any) -> Any:

@@ -141,8 +141,8 @@ def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
         trained_sets = graph["trained"]["sets"]
     except (UserError, KeyError):  # graph.pt is missing, damaged or from an earlier version
         yield (
-            f"{file}: cannot check whether it was trained on test rows, because there is no "
-            "readable graph.pt next to it"
+            f"{file}: cannot check whether it was trained on test rows, because its graph.pt is "
+            "missing, damaged or from an earlier version"
         )
         return
     sets = named_sets(tables)

@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from errors import UserError
-from parts import FOLDER, code_digest
+from parts import FOLDER, code_digest, comparable
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
-OLD_LENGTH = 12  # digits of the hashes of code in checkpoints of earlier versions
 # The lines of environment.txt that are compared.
 COMPARED = "python|torch|CUDA|float32 matmul precision|torch-geometric|numpy"
 VERSION = re.compile(rf"^({COMPARED}): (.*)", re.M)
@@ -121,7 +120,7 @@ def hashes_of(files: Iterable[str]) -> dict[str, str]:
     for file in sorted(files):
         path = FOLDER / file
         if path.is_file():
-            digests[file] = code_digest(path.read_bytes())[:16]
+            digests[file] = code_digest(path)[:16]
     return digests
 
 
@@ -137,9 +136,6 @@ def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:
         checkpoint: the entries of a checkpoint.
         code: the current hashes, from `code_digests`.
     """
-    earlier = checkpoint.get("code") or code
-    edited = []
-    for file in sorted(code.keys() & earlier.keys()):
-        if len(earlier[file]) != OLD_LENGTH and code[file] != earlier[file]:
-            edited.append(file)
+    earlier = comparable(checkpoint.get("code") or code)
+    edited = sorted(file for file in code.keys() & earlier.keys() if code[file] != earlier[file])
     return f"a different version of {', '.join(edited)}" if edited else ""

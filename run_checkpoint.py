@@ -151,6 +151,20 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(problem) from None
 
 
+def best_checkpoint(checkpoint: dict[str, Any], state: TrainState) -> dict[str, Any]:
+    """Returns the entries of best.pt, given the entries of the state's own checkpoint.
+
+    `model` is the best model. If the best model was validated at this step, but is not the trained
+    model, for example because it is a moving average, `trained_model` is the trained model.
+    """
+    best = {**checkpoint, "model": state.best_model, "best_model": None}
+    trained = checkpoint["model"]
+    is_different = any(not trained[name].equal(state.best_model[name]) for name in trained)
+    if is_different and state.best["step"] == state.step:
+        best["trained_model"] = trained
+    return best
+
+
 def may_compare(fingerprint: str, other: str) -> bool:
     """Returns whether two fingerprints of tables were computed by the same method."""
     return fingerprint.startswith(FINGERPRINT) == other.startswith(FINGERPRINT)

@@ -29,6 +29,7 @@ from parts import optional
 from run_checkpoint import (
     Origin,
     TrainState,
+    best_checkpoint,
     explain_write_errors,
     load_file,
     lock_file,
@@ -306,10 +307,11 @@ class RunFolder:
         step = state.best["step"]
         with contextlib.suppress(Exception):  # reading a damaged file can raise any exception
             found = load_file(path, mmap=True)
-            if found["best"] == state.best and found["best_model"] is None:
+            is_same = repr(found["best"]) == repr(state.best)  # nan differs from itself
+            if is_same and found["best_model"] is None:
                 return
         saved = {name: value for name, value in checkpoint.items() if name != "file"}
-        best = {**saved, "model": state.best_model, "best_model": None}
+        best = best_checkpoint(saved, state)
         best |= {"step": step, "epoch": step // steps_per_epoch}
         with explain_write_errors(path, UserError):
             # Without this checkpoint, the next start would resume from best.pt.
@@ -397,11 +399,9 @@ class RunFolder:
                 # best.pt is written first. If the run is killed after that, it resumes from the
                 # previous checkpoint, and writes both files again.
                 if is_best:
-                    validated = {"model": state.best_model, "best_model": None}
-                    trained = checkpoint["model"]
-                    if any(not trained[name].equal(state.best_model[name]) for name in trained):
-                        validated["trained_model"] = trained
-                    save_atomically(self.checkpoints / "best.pt", checkpoint | validated)
+                    save_atomically(
+                        self.checkpoints / "best.pt", best_checkpoint(checkpoint, state)
+                    )
                 save_atomically(path, checkpoint)
                 saved = [other for other in self.step_files() if other.name <= path.name]
                 for other in saved[self.config.checkpoint.keep_last :]:

@@ -371,8 +371,8 @@ def check_scores(tables: Tables, config: Config) -> None:
     names = [name for name, lost in zip(tables.targets, is_lost.tolist(), strict=True) if lost]
     if names:
         raise UserError(
-            f"the standard deviation of the score {', '.join(names[:10])} is below {LEAST_STD:g} "
-            "of its largest value, so digits would be lost: subtract a constant from the score"
+            f"the standard deviation of {names[0]!r} is below {LEAST_STD:g} of its largest value, "
+            "so digits would be lost: subtract a constant from this score"
         )
     LOSSES[config.optim.loss].check(tables.y)
 
@@ -383,10 +383,19 @@ def check_metrics(tables: Tables, criterion: Criterion, loss: str) -> None:
     The first metric chooses the best model. Raises `UserError` if it needs such a prediction, or if
     it is larger for shuffled scores than for the scores themselves.
     """
-    y = tables.y[tables.rows("train")[:1000]]
+    generator = torch.Generator().manual_seed(0)
+    rows = tables.rows("train")
+    y = tables.y[rows[torch.randperm(len(rows), generator=generator)[:1000]]]
     output = y.new_zeros(*y.shape, len(criterion.columns))
+    predictions = criterion.predictions(output)
+    shapes = {values.shape for values in predictions.values()}
+    if next(iter(predictions)) != "prediction" or shapes != {y.shape}:
+        raise UserError(
+            f"optim.loss={loss}: its `predictions` must return `prediction` first, and each entry "
+            "with one value for each row and score, [n, T]: see losses.py"
+        )
     # The true scores as predictions, with further predictions such as an `sd`.
-    truth = criterion.predictions(output) | {"prediction": y.where(~y.isnan(), y.nanmean(dim=0))}
+    truth = predictions | {"prediction": y.where(~y.isnan(), y.nanmean(dim=0))}
     for name, metric in METRICS.items():
         for missing in outputs_of(metric, but=truth):
             problem = f"the metric {name} needs {missing}, which optim.loss={loss} does not predict"
@@ -394,7 +403,7 @@ def check_metrics(tables: Tables, criterion: Criterion, loss: str) -> None:
                 raise UserError(f"{problem}: set another loss, or another first metric")
             log.warning(f"note      {problem}, so it is omitted")
     first = first_metric()
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(y), generator=generator)
     shuffled = {name: values[order] for name, values in truth.items()}
     of_truth = metrics_beside_rivals(y, truth, {})[first]
     of_shuffled = metrics_beside_rivals(y, shuffled, {})[first]

@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_the_fingerprint_does_not_depend_on_fields_at_their_defaults():
         scale: float = 1.0
         groups: dict = field(default_factory=dict)
         doses: torch.Tensor | None = None
+        many: list = field(default_factory=lambda: [torch.zeros(2), math.nan])
 
     tables = synthetic_tables(PRESETS["small"], 0)
     same = NewTables(**vars(tables))

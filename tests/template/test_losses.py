@@ -210,3 +210,27 @@ def test_a_model_with_a_wrong_output_shape_is_an_error_without_traceback(train, 
     assert result.stderr.count("error: ") == 1, result.stderr
     assert "the model returned [" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+class Misshapen(Gaussian):
+    """Predicts one `sd` for all scores of a row."""
+
+    def predictions(self, output):
+        predictions = super().predictions(output)
+        return predictions | {"sd": predictions["sd"].mean(dim=1, keepdim=True)}
+
+
+class Misordered(Gaussian):
+    """Predicts the `sd` first."""
+
+    def predictions(self, output):
+        return dict(reversed(super().predictions(output).items()))
+
+
+@pytest.mark.parametrize("loss", [Misshapen, Misordered])
+def test_predictions_of_a_loss_have_the_shape_of_the_scores_and_begin_with_prediction(
+    folder, monkeypatch, loss
+):
+    monkeypatch.setitem(LOSSES, "own", loss)
+    with pytest.raises(UserError, match="optim.loss=own: "):
+        make_task("own", folder)

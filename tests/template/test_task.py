@@ -55,7 +55,7 @@ def test_a_score_whose_digits_would_be_lost_is_refused(offset, is_refused):
     tables = additive_tables(1.0)
     tables.y[:, 0] = offset + tables.y[:, 0] / tables.y[:, 0].std()
     name = tables.targets[0]
-    raises = pytest.raises(UserError, match=f"deviation of the score {name} .*subtract a constant")
+    raises = pytest.raises(UserError, match=f"deviation of '{name}' .*subtract a constant")
     with raises if is_refused else contextlib.nullcontext():
         KnockoutTask.from_tables(tables, Config())
 
