@@ -1,13 +1,15 @@
 """analyse_results.py: reading test.tsv, and the bootstrap clusters of its rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
-from analyse_results import Results, read_results
+from analyse_results import Results, folds_of, read_results
 from errors import UserError
 from tests.template.fixtures import write_table
-from tests.template.results import HEADER, normal
+from tests.template.results import HEADER, make_rows, normal
 
 
 @pytest.mark.parametrize(
@@ -108,3 +110,12 @@ def test_of_several_unseen_genes_the_two_with_the_most_rows_are_the_clusters():
 def test_a_set_and_an_unseen_gene_with_the_same_name_are_different_clusters():
     rows = rows_of(["X", "X,Y"], ["", "X"])
     assert rows.cluster_numbers().tolist() == [[0, -1], [1, -1]]
+
+
+def test_runs_whose_files_have_twelve_digits_have_the_same_rows():
+    """Earlier versions of the template wrote twelve digits."""
+    rows = make_rows(50, 2)
+    rounded = [[float(f"{score:.12g}") for score in of_row] for of_row in rows.y.tolist()]
+    earlier = replace(rows, y=torch.tensor(rounded, dtype=torch.float64))
+    assert not torch.equal(earlier.y, rows.y)
+    assert folds_of({"new": rows, "earlier": earlier}) == {"new": ["new", "earlier"]}

@@ -232,5 +232,5 @@ def test_predictions_of_a_loss_have_the_shape_of_the_scores_and_begin_with_predi
     folder, monkeypatch, loss
 ):
     monkeypatch.setitem(LOSSES, "own", loss)
-    with pytest.raises(UserError, match="optim.loss=own: "):
+    with pytest.raises(UserError, match=r"optim\.loss=own: "):
         make_task("own", folder)

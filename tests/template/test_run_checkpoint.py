@@ -1,6 +1,7 @@
 """Checkpoints: their content, and how files are written."""
 
 import errno
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -298,3 +299,18 @@ def test_the_temporary_file_of_a_killed_save_is_overwritten(tmp_path, monkeypatc
     assert len(list(tmp_path.iterdir())) == 1
     save_atomically(tmp_path / "step_00000002.pt", {})
     assert list(tmp_path.iterdir()) == [tmp_path / "step_00000002.pt"]
+
+
+def test_best_pt_is_not_written_again_if_a_metric_is_undefined(tmp_path):
+    state = small_state()
+    state.best = {"step": 0, "pearson": math.nan}
+    state.best_model = state.model.state_dict()
+    config = replace(Config(), run=RunConfig(dir=str(tmp_path)))
+    origin = Origin(config=asdict(config), data="a hash")
+    folder = RunFolder.open(config, Distributed(DDPConfig()), origin)
+    folder.resume(small_state(), steps_per_epoch=5)
+    folder.save(state, is_best=True)
+    written = (folder.checkpoints / "best.pt").stat().st_ino
+    folder.resume(small_state(), steps_per_epoch=5)
+    assert (folder.checkpoints / "best.pt").stat().st_ino == written
+    folder.ddp.close()
