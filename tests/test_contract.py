@@ -13,11 +13,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 import metrics
-from data import KnockoutDataset, load
+from data import load
 from data_loader import StepSampler, make_loader
 from data_tables import Tables
 from errors import DataError
@@ -93,8 +94,15 @@ def model_on_copies(task: KnockoutTask, model: nn.Module) -> nn.Module | None:
     return other
 
 
+def dataset_of(
+    task: KnockoutTask, samples: Tables, transform: Callable[[Data], Data] | None = None
+) -> Dataset:
+    """Returns the dataset of some samples, with the functions that `make_dataset` adds."""
+    return dataclasses.replace(task.dataset.with_samples(samples), transform=transform)
+
+
 @pytest.fixture
-def batch_of(graph, tables, sets):
+def batch_of(task, tables, sets):
     """batch_of(chosen_sets) builds the batch of some of `sets`.
 
     Each set has the other data, such as added columns, of a row of the tables.
@@ -106,8 +114,9 @@ def batch_of(graph, tables, sets):
     )
 
     def build(chosen_sets, transform=None):
-        dataset = KnockoutDataset(samples, graph.degree, transform)
-        batch = dataset.__getitems__([sets.index(nodes) for nodes in chosen_sets])
+        batch = dataset_of(task, samples, transform).__getitems__(
+            [sets.index(nodes) for nodes in chosen_sets]
+        )
         batch.seed = torch.tensor(0)
         return batch
 
@@ -329,7 +338,7 @@ def batch_at_levels(task: KnockoutTask, sets: list[dict[int, float]]) -> Data:
     Raises `DataError` if the dataset rejects levels.
     """
     samples = samples_of(task.tables, sets)
-    return KnockoutDataset(samples, task.dataset.degree).__getitems__(range(len(sets)))
+    return dataset_of(task, samples).__getitems__(range(len(sets)))
 
 
 def test_level_1_means_intact_and_all_routes_agree_on_other_levels(task, graph, model, sets):
@@ -349,7 +358,7 @@ def test_level_1_means_intact_and_all_routes_agree_on_other_levels(task, graph, 
     alone = []
     for nodes in sets:
         first = samples_of(task.tables, [nodes] * len(sets))
-        alone.append(model(graph, KnockoutDataset(first, graph.degree).__getitems__([0])))
+        alone.append(model(graph, dataset_of(task, first).__getitems__([0])))
     alone = torch.cat(alone)
     torch.testing.assert_close(
         alone[0],
