@@ -17,6 +17,7 @@ import metrics
 from analyse_results import Results, are_equal_in_files
 from losses import LOSSES
 from metrics import apply, first_metric, outputs_of
+from run_progress import progress_bar
 
 PROFILE = 20  # if there are more targets than this, a row is a profile
 # The last group of rows by number of deletions or of unseen genes: rows with this number or more.
@@ -42,9 +43,11 @@ def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
     num_drawn = Counter(kind for kind, _ in clusters)
     grouped["sets_drawn"] = num_drawn["set"]
     grouped["genes_drawn"] = num_drawn["gene"]
+    bar = progress_bar(0, "resampling groups of rows", " groups")
 
     def of_group(is_in_group: Tensor) -> dict:
         """Returns the metrics of a group: scores, bool [n, T], or complete rows, bool [n, 1]."""
+        bar.update()
         cluster_of_group = cluster[is_in_group.any(dim=1)]
         return metrics_of_rows(rows.select(is_in_group), cluster_of_group, loss, resamples)
 
@@ -60,6 +63,7 @@ def metrics_by_group(rows: Results, loss: str = "squared") -> dict:
         for level in sorted(groups, key=float):
             is_at_level = torch.tensor([row_level == level for row_level in levels])
             grouped["by_level"][level] = of_group(is_at_level.unsqueeze(1))
+    bar.close()
     if len(rows.targets) > 1:
         each = target_metrics(rows, loss)
         grouped["targets"] = {}
@@ -253,7 +257,8 @@ def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) 
     resamples = number_of_resamples(rows.y.numel())
     cluster = rows.cluster_numbers()
     by_rival = {}
-    for name, prediction in with_rivals(predictions, rows.rivals).items():
+    of_rivals = with_rivals(predictions, rows.rivals).items()
+    for name, prediction in progress_bar(of_rivals, "resampling for rivals", " rivals"):
         of_model = {"model": rows.prediction}
         turned = replace(rows, predictions={"prediction": prediction}, rivals=of_model)
         of_rival = metrics_of_rows(turned, cluster, loss, resamples)

@@ -30,6 +30,11 @@ ALIASES = {"node": "gene", "nodes": "genes"}  # {alternative name of a table's f
 # Missing values as pandas, R and spreadsheets write them. A cell is also missing if float() reads
 # it as nan.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
+# The end of the error for a column of words, such as cell lines, among the scores.
+HINT_AT_COVARIATES = (
+    "To use a column of words as an input, see covariates in the section Recipes of "
+    "docs/adapting.md"
+)
 GZIP = b"\x1f\x8b"  # first bytes of a gzipped file
 CHUNK = 2**20  # number of cells that are parsed at once
 # The default limit of 131,072 characters is too small for a cell that lists all nodes.
@@ -63,7 +68,8 @@ class Rows:
         """Returns a column of numbers, float64 [n], nan if missing.
 
         Raises `DataError` for a cell that is not a number in the permitted range. The message ends
-        with `advice`. If values must be `positive`, a missing value is an error, too.
+        with `advice` and, for a score column of words, with a hint at a recipe. If values must be
+        `positive`, a missing value is an error, too.
         """
         values = [parse_number(cell) for cell in self.cells[column]]
         numbers = torch.from_numpy(np.array(values, dtype=np.float64))
@@ -74,6 +80,8 @@ class Rows:
             valid |= numbers.isnan()
         if not valid.all():
             row = int((~valid).nonzero()[0])
+            if "genes" in self.cells and not positive and not numbers.isfinite().any():
+                advice += f". {HINT_AT_COVARIATES}"
             raise self.error(row, column, f"is not a number from {least:g} to 1e+30{advice}")
         return numbers
 

@@ -215,8 +215,8 @@ def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:
     host, _, port = rdzv.partition(":")
     if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16):
         end(
-            f"NNODES={nnodes} needs RDZV=host:port, not '{rdzv}': set RDZV to the address of one "
-            "of the machines and a port from 1 to 65535"
+            f"NNODES={nnodes} needs RDZV=host:port, not '{rdzv}': set RDZV to the host name or "
+            "IPv4 address of one of the machines, and a port from 1 to 65535"
         )
     if not timeout_s.isdecimal():
         end(f"RDZV_TIMEOUT={timeout_s} is not a number of seconds: set it to an integer")

@@ -1,16 +1,13 @@
 """Inputs and output of predictions: the graph of a run, the sets to predict, and the output table.
 
-A prediction only needs a checkpoint and the file graph.pt of its run. graph.pt contains the fields
-`OF_GRAPH` of `Tables`, the hash of these fields as `graph`, and the `training_range` as `trained`.
-The sets of knock-outs to predict are the rows of a table, or all sets of one or two nodes. They are
-read or generated in chunks, so that millions of sets need little memory.
+A prediction only needs a checkpoint and the file graph.pt of its run; see run_results.py. The sets
+of knock-outs to predict are the rows of a table, or all sets of one or two nodes. They are read or
+generated in chunks, so that millions of sets need little memory.
 
 Shapes: N nodes, n rows.
 """
 
 import contextlib
-import functools
-import hashlib
 import math
 import os
 import sys
@@ -26,12 +23,12 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from data_cells import Rows, read_header, read_rows, split_level
-from data_tables import OF_GRAPH, Tables, checked_sets, pack
+from data_tables import Tables, checked_sets, pack
 from ddp_setup import Distributed
 from errors import UserError, counted
 from parts import optional
-from run_checkpoint import atomic_file, explain_write_errors, load_file, save_atomically
-from run_folder import RunFolder
+from run_checkpoint import atomic_file, explain_write_errors, load_file
+from run_results import named_sets
 
 # If a row has one of these, its prediction is an extrapolation.
 BEYOND = (
@@ -44,58 +41,6 @@ MOST = 16_384  # largest number of rows in a chunk
 
 
 # ---- The graph of a run --------------------------------------------------------------------------
-def write_graph(folder: RunFolder, tables: Tables) -> None:
-    """Writes graph.pt to a run's folder; raises `UserError` on all ranks if this fails."""
-    path = folder.path / "graph.pt"
-    with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
-        if folder.ddp.rank == 0:
-            content = {"graph": folder.origin.graph, "trained": training_range(tables)}
-            save_atomically(path, {**content, **fields_of_graph(tables)})
-
-
-def fields_of_graph(tables: Tables) -> dict[str, Any]:
-    """Returns the fields `OF_GRAPH` of tables, with edges in smaller dtypes to save memory."""
-    fields = {name: getattr(tables, name) for name in OF_GRAPH}
-    fields["edge_index"] = tables.edge_index.int()
-    dtype = torch.uint8 if len(tables.relations) < 256 else torch.int
-    fields["edge_type"] = tables.edge_type.to(dtype)
-    if (tables.edge_weight == 1).all():
-        fields["edge_weight"] = None
-    return fields
-
-
-def training_range(tables: Tables) -> dict[str, Any]:
-    """Returns the range of the training rows that have a score. Predictions outside it extrapolate.
-
-    - `seen`: whether a training row perturbs each node, bool [N].
-    - `lowest` and `highest`: the range of the levels. It includes 1, the level of intact nodes.
-    - `largest`: the number of nodes in the largest set.
-    - `sets`: the distinct codes of the sets of nodes, from `named_sets`, long [sets].
-    """
-    is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
-    level = tables.level[is_trained[tables.sample()]]
-    level = torch.cat([level.new_ones(1), level])
-    size = tables.perturbed_ptr.diff() * is_trained
-    trained = {"lowest": level.min().item(), "highest": level.max().item()}
-    trained["sets"] = named_sets(tables)[is_trained].unique()
-    return {**trained, "largest": size.max().item(), "seen": tables.is_seen().any(dim=1)}
-
-
-def named_sets(tables: Tables) -> Tensor:
-    """Returns a 64-bit hash of the names of each row's nodes, long [n]; it ignores levels.
-
-    Rows with the same names have the same hash, also in different tables.
-    """
-    return tables.set_code(name_codes(tuple(tables.genes))[tables.perturbed])
-
-
-@functools.cache
-def name_codes(names: tuple[str, ...]) -> Tensor:
-    """Returns a 64-bit hash of each name, long [N]."""
-    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
-    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)
-
-
 def is_trained_on(samples: Tables, sorted_sets: Tensor) -> Tensor:
     """Returns whether the set of each sample is among trained sets, bool [n].
 

@@ -67,6 +67,11 @@ class RunConfig:
     init: str = field(default="", metadata={"path": True})
 
     def __post_init__(self):
+        if set("${") & set(self.name):  # for example in run.init=runs/$NAME
+            raise ValueError(
+                f"run.name={self.name!r} contains '$' or '{{', but paths expand variables: use "
+                "letters, digits, '-', '_' and '/'"
+            )
         folder = Path(self.dir).name
         first, *further = self.name.split("/")
         if {"", ".", ".."} & {first, *further} or (further and first == folder):

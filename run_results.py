@@ -1,19 +1,83 @@
-"""The results of a run, test.tsv: scores of the test rows, and predictions of the model and rivals.
+"""Files of a run for later use: graph.pt for predictions, and the test results, test.tsv.
 
-In shapes, n is the number of rows, and T is the number of targets.
+graph.pt contains the fields `OF_GRAPH` of `Tables`, the hash of these fields as `graph`, and the
+`training_range` as `trained`. test.tsv contains the scores of the test rows, and the predictions of
+the model and the rivals.
+
+In shapes, N is the number of nodes, n is the number of rows, and T is the number of targets.
 """
 
+import functools
+import hashlib
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_tables import Tables
+from data_tables import OF_GRAPH, Tables
+from errors import UserError
+from run_checkpoint import explain_write_errors, save_atomically
+from run_folder import RunFolder
 
 OUTPUT = "prediction_"  # prefix of the columns of all predictions except `prediction`
 
 
+# ---- graph.pt ------------------------------------------------------------------------------------
+def write_graph(folder: RunFolder, tables: Tables) -> None:
+    """Writes graph.pt to a run's folder; raises `UserError` on all ranks if this fails."""
+    path = folder.path / "graph.pt"
+    with folder.ddp.sync_errors(), explain_write_errors(path, UserError):
+        if folder.ddp.rank == 0:
+            content = {"graph": folder.origin.graph, "trained": training_range(tables)}
+            save_atomically(path, {**content, **fields_of_graph(tables)})
+
+
+def fields_of_graph(tables: Tables) -> dict[str, Any]:
+    """Returns the fields `OF_GRAPH` of tables, with edges in smaller dtypes to save memory."""
+    fields = {name: getattr(tables, name) for name in OF_GRAPH}
+    fields["edge_index"] = tables.edge_index.int()
+    dtype = torch.uint8 if len(tables.relations) < 256 else torch.int
+    fields["edge_type"] = tables.edge_type.to(dtype)
+    if (tables.edge_weight == 1).all():
+        fields["edge_weight"] = None
+    return fields
+
+
+def training_range(tables: Tables) -> dict[str, Any]:
+    """Returns the range of the training rows that have a score. Predictions outside it extrapolate.
+
+    - `seen`: whether a training row perturbs each node, bool [N].
+    - `lowest` and `highest`: the range of the levels. It includes 1, the level of intact nodes.
+    - `largest`: the number of nodes in the largest set.
+    - `sets`: the distinct codes of the sets of nodes, from `named_sets`, long [sets].
+    """
+    is_trained = tables.is_in("train") & ~tables.y.isnan().all(dim=1)
+    level = tables.level[is_trained[tables.sample()]]
+    level = torch.cat([level.new_ones(1), level])
+    size = tables.perturbed_ptr.diff() * is_trained
+    trained = {"lowest": level.min().item(), "highest": level.max().item()}
+    trained["sets"] = named_sets(tables)[is_trained].unique()
+    return {**trained, "largest": size.max().item(), "seen": tables.is_seen().any(dim=1)}
+
+
+def named_sets(tables: Tables) -> Tensor:
+    """Returns a 64-bit hash of the names of each row's nodes, long [n]; it ignores levels.
+
+    Rows with the same names have the same hash, also in different tables.
+    """
+    return tables.set_code(name_codes(tuple(tables.genes))[tables.perturbed])
+
+
+@functools.cache
+def name_codes(names: tuple[str, ...]) -> Tensor:
+    """Returns a 64-bit hash of each name, long [N]."""
+    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.long)
+
+
+# ---- test.tsv ------------------------------------------------------------------------------------
 def result_lines(
     tables: Tables, predictions: dict[str, Tensor], rivals: dict[str, Tensor]
 ) -> Iterator[str]:

@@ -118,8 +118,8 @@ def train(config: Config, ddp: Distributed) -> None:
     )
     folder = RunFolder.open(config, ddp, task.origin(code), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
-    if task.graph is not None and is_here("predict_tables"):
-        from predict_tables import write_graph
+    if task.graph is not None:
+        from run_results import write_graph  # copies without a graph do not have this module
 
         write_graph(folder, task.tables)
     # After this call, a signal or the file STOP stops training after the same step on all ranks.

@@ -3,7 +3,7 @@
     python -m tests.check NAME [--config FILE] [section.key=value ...]
 
 Each check except trace prints its findings and PASS or FAIL. The exit status is 0 for PASS, 1 for
-FAIL, and 2 if the check could not run.
+FAIL, and 2 if the check could not run. `python -m tests.check NAME --help` describes one check.
 
 parity    trains your model for a few steps on 1, 2 and 4 processes, with and without gradient
           accumulation, on the CPU in double precision. Parameters and metrics must agree.
@@ -26,6 +26,7 @@ trace     shows how the steps that log.profile_steps traced spent their time:
 import argparse
 import importlib
 import logging
+import re
 import signal
 import sys
 from pathlib import Path
@@ -72,9 +73,12 @@ def world_sizes(text: str) -> list[int]:
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the options of a check. Its attribute `arguments` are the options of train.py."""
-    texts = [module.__doc__ for module in FURTHER]
+    description = "".join([__doc__, *(module.__doc__ for module in FURTHER)])
+    for name in CHECKS.keys() & set(sys.argv[1:2]):
+        of_check = re.search(rf"^{name}  .*(\n  .*)*", description, re.M)
+        description = of_check[0] if of_check else description
     parser = argparse.ArgumentParser(
-        description="".join([__doc__, *texts]),
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=list(CHECKS), help="the check to run")

@@ -114,7 +114,7 @@ def parse(text: str) -> Command:
     if words[:1] in (["srun"], ["sbatch"]):  # skip the options of srun and sbatch
         is_program = [word in PROGRAMS[:3] or word.endswith(".sh") for word in words]
         words = words[is_program.index(True) :]
-    if words[:1] in (["launch.sh"], ["../template/launch.sh"]):
+    if words[:1] in (["launch.sh"], ["../template/launch.sh"], ["/tmp/old/launch.sh"]):
         words[0] = "./launch.sh"
     if words[:1] == ["torchrun"]:
         words = torchrun_words(words[1:])

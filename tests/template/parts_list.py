@@ -122,7 +122,8 @@ PARTS = [
     Part(
         "predict",
         ("predict.py", "predict_*.py", "predictor.py"),
-        loss="no predictions of other tables",
+        loss="no predictions of other tables; the complete template can predict with runs of the "
+        "copy",
     ),
     Part(
         "explain", ("predict_explain.py", "predict_pairs.py"), loss="no explanations of predictions"

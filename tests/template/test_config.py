@@ -317,6 +317,8 @@ def test_the_rule_of_an_added_option_is_in_its_metadata_or_is_noted(added):
         ("run.name=a/../b", "run.name='a/../b' must be a path relative to run.dir"),
         ("run.name=/", "run.name='/' must be a path relative to run.dir"),
         ("run.name=a//b", "run.name='a//b' must be a path relative to run.dir"),
+        ("run.name=a/$HOME", "run.name='a/$HOME' contains '$' or '{', but paths expand variables"),
+        ("run.name=a{b", "run.name='a{b' contains '$' or '{', but paths expand variables"),
         ("run.name=./a", "run.name='./a' must be a path relative to run.dir"),
         ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
         ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),

@@ -90,6 +90,19 @@ def test_gzipped_tables_with_crlf_line_endings_are_read(tmp_path):
         (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a number"),
         (
             EDGES,
+            [("genes", "cell_line", "score"), ("a", "K562", 1), ("b", "", 2)],
+            r"scores.tsv:2: the cell_line 'K562' is not a number .* in data.scores\. To use a "
+            "column of words as an input, see covariates in the section Recipes of "
+            "docs/adapting.md$",
+        ),
+        (
+            EDGES,
+            [("genes", "score"), ("a", 1), ("b", "K562")],
+            # The column contains a number, so the message has no hint at covariates.
+            r"scores.tsv:3: the score 'K562' is not a number .* in data.scores$",
+        ),
+        (
+            EDGES,
             [*SCORES, ("a", 1, "dev")],
             "scores.tsv:5: the split 'dev' is not one of train, val, test",
         ),

@@ -46,6 +46,8 @@ def interfaces(monkeypatch) -> None:
         ("1:2", "alpha", "600", "NNODES=1:2 needs RDZV=host:port, not 'alpha'"),
         ("2", "a:99999", "600", "NNODES=2 needs RDZV=host:port, not 'a:99999': .* 1 to 65535"),
         ("2", "a:0", "600", "NNODES=2 needs RDZV=host:port, not 'a:0': .* 1 to 65535"),
+        ("2", "[::1]:29500", "600", r".* not '\[::1\]:29500': .* host name or IPv4 address"),
+        ("2", "::1", "600", ".* not '::1': .* host name or IPv4 address"),
         ("2", "alpha:1", "1m", "RDZV_TIMEOUT=1m "),
     ],
 )

@@ -15,13 +15,11 @@ from data_tables import OF_GRAPH, Tables
 from errors import DataError, UserError
 from predict_tables import (
     chunk_of,
-    fields_of_graph,
     is_beyond,
-    named_sets,
     read_sets,
     tables_of_graph,
-    training_range,
 )
+from run_results import fields_of_graph, named_sets, training_range
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, synthetic_tables
 from tests.sets import tables_of

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from analyse_metrics import metrics_by_group, metrics_of_rivals
 from baseline import fit_baseline
 from config import Config
 from data import DataConfig
@@ -22,6 +23,7 @@ from run_folder import RunFolder
 from run_progress import ProgressBar, progress_bar
 from task import KnockoutTask
 from tests.template.fixtures import write_table
+from tests.template.results import make_rows
 from tests.template.tables import additive_tables, combined_tables
 
 
@@ -205,3 +207,13 @@ def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, 
     ddp = Distributed(DDPConfig())
     predict_rows(task.build_model(), task, torch.arange(100), ddp)
     assert re.search(r"predicting: .*12/13 ", terminal.getvalue())
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_an_analysis_has_bars(clock, terminal):
+    clock.tick = 10.0
+    rows = make_rows(40)
+    metrics_by_group(rows)
+    assert "resampling groups of rows: 8 groups " in terminal.getvalue()
+    metrics_of_rivals(rows, {"zero": 0 * rows.y, "one": rows.y}, "squared")
+    assert re.search(r"resampling for rivals: .*2/3 ", terminal.getvalue())

@@ -17,16 +17,20 @@ EDGES = [("source", "target", "relation"), ("YAL001C", "YBR002W", "x"), ("a", "b
 
 @pytest.fixture
 def run_block(tmp_path, monkeypatch):
-    """run_block(FILE) runs the only block of the page that reads this file."""
+    """run_block(FILE) runs the only block of the page that reads this file.
+
+    With run_block(FILE, OLD, NEW), the text OLD of the block is replaced with NEW.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def run(file: str) -> None:
+    def run(file: str, old: str = "", new: str = "") -> None:
         page = (ROOT / "docs/other_tables.md").read_text()
         blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
         (block,) = [block for block in blocks if f'"{file}"' in block]
         _, _, code = block.partition("\n\n")
         assert len(code.splitlines()) <= LINES
-        exec(block, {})
+        assert old in block
+        exec(block.replace(old, new) if old else block, {})
 
     return run
 
@@ -64,27 +68,80 @@ def test_links_of_string(run_block, tmp_path):
     }
 
 
-def test_biogrid(run_block, tmp_path):
-    """With a duplicate interaction, genes without a systematic name, NA, and quotes in texts."""
+def test_human_links_of_string(run_block, tmp_path):
+    """With quotes in texts, a gene whose symbol looks like a missing value, and an unknown name."""
+    info = ["#string_protein_id preferred_name protein_size annotation"]
+    info += ['9606.ENSP1 TP53 393 "A', "9606.ENSP2 NA 10 -", "9606.ENSP3 MDM2 491 5'\""]
+    links = ["protein1 protein2 combined_score"]
+    for a, b, score in ((1, 3, 999), (3, 1, 999), (1, 2, 600), (3, 4, 900)):
+        links.append(f"9606.ENSP{a} 9606.ENSP{b} {score}")
+    text = {"info": "\n".join(info).replace(" ", "\t"), "links": "\n".join(links)}
+    for kind in text:
+        file = tmp_path / f"9606.protein.{kind}.v12.0.txt.gz"
+        file.write_bytes(gzip.compress(text[kind].encode()))
+    run_block("9606.protein.links.v12.0.txt.gz")
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), ("TP53", 1)])
+    assert edges_of(read()) == {
+        ("TP53", "MDM2", "string"): 0.999,
+        ("MDM2", "TP53", "string"): 0.999,
+    }
+
+
+@pytest.fixture
+def biogrid(tmp_path):
+    """Writes a table in the tab3 format, and a table of scores.
+
+    It has a duplicate interaction, genes without a systematic name, NA, quotes in texts, and
+    interactions within and between two organisms.
+    """
     header = ("#BioGRID Interaction ID", "Systematic Name Interactor A", "Experimental System")
     header = (*header, "Systematic Name Interactor B", "Experimental System Type", "Score")
     header = (*header, "Official Symbol Interactor A", "Official Symbol Interactor B", "Text")
-    rows = [
+    header = (*header, "Organism ID Interactor A", "Organism ID Interactor B")
+    of_yeast = [
         (1, "YAL001C", "Two-hybrid", "YBR002W", "physical", "-", "TFC3", "RER2", '"two-fold'),
         (2, "YAL001C", "Affinity Capture-MS", "YBR002W", "physical", "0.5", "TFC3", "RER2", "-"),
         (3, "YAL001C", "Synthetic Lethality", "NA1", "genetic", "-", "TFC3", "x", "NA"),
-        (4, "YAL001C", "Two-hybrid", "-", "physical", "-", "TFC3", "TP53", '"at 37'),
-        (5, "-", "Two-hybrid", "-", "physical", "-", "MDM2", "TP53", "-"),
+        (4, "YAL001C", "Two-hybrid", "-", "physical", "-", "TFC3", "SCR1", '"at 37'),
     ]
+    of_human = [
+        (5, "-", "Two-hybrid", "RP11-1", "physical", "-", "MDM2", "TP53", "-"),
+        (6, "-", "Synthetic Lethality", "-", "genetic", "-", "MDM2", "E6", "-"),
+    ]
+    mixed = (7, "-", "Two-hybrid", "YBR002W", "physical", "-", "MDM2", "RER2", "-")
+    rows = [(*row, 559292, 559292) for row in of_yeast] + [(*row, 9606, 9606) for row in of_human]
+    rows += [(*mixed, 9606, 559292), (*mixed, 559292, 9606)]
     write_table(tmp_path / "biogrid.tab3.txt", [header, *rows])
+    write_table(tmp_path / "scores.tsv", [("genes", "score"), ("TP53", 1)])
+
+
+def test_biogrid_of_human(run_block, biogrid):
     run_block("biogrid.tab3.txt")
-    write_table(tmp_path / "scores.tsv", [("genes", "score"), ("NA1", 1)])
+    expected = {("MDM2", "TP53", "physical"): 1, ("MDM2", "E6", "genetic"): 1}
+    assert edges_of(read()) == expected
+
+
+def test_biogrid_of_yeast(run_block, biogrid):
+    run_block("biogrid.tab3.txt", '"9606"  # human', '"559292"')
     assert edges_of(read()) == {
         ("YAL001C", "YBR002W", "physical"): 1,
         ("YAL001C", "NA1", "genetic"): 1,
-        ("YAL001C", "TP53", "physical"): 1,
-        ("MDM2", "TP53", "physical"): 1,
+        ("YAL001C", "SCR1", "physical"): 1,
     }
+
+
+def test_gene_effects_of_cell_lines(run_block, tmp_path):
+    """With a missing value, and with a name for the column of cell lines or without."""
+    write_table(tmp_path / "edges.tsv", EDGES)
+    for name in ("", "ModelID"):
+        lines = [f"{name},A1BG (1),HLA-A (3105),NKX2-1 (7080)", "ACH-000001,-0.1,0.5,"]
+        lines.append("ACH-000004,0.2,-1.5,1e-3")
+        (tmp_path / "CRISPRGeneEffect.csv").write_text("\n".join(lines))
+        run_block("CRISPRGeneEffect.csv")
+        tables = read()
+        assert names_of(tables) == [["A1BG"], ["HLA-A"], ["NKX2-1"]]
+        assert tables.targets == ["ACH-000001", "ACH-000004"]
+        assert tables.y.nan_to_num(9).tolist() == [[-0.1, 0.2], [0.5, -1.5], [9, 1e-3]]
 
 
 def test_raw_genetic_interactions(run_block, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import check
 from tests.few_rows import few_rows
 from tests.sets import tables_of
 from tests.template.fixtures import copy_template
@@ -69,6 +70,14 @@ SHIFTED = {
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_template(tmp_path_factory.mktemp("check") / "copy")
+
+
+def test_help_of_a_check_describes_only_this_check(run):
+    for name, word in (("rows", "not finite"), ("gpu", "CUDA graphs"), ("trace", "RUN_FOLDER")):
+        shown = run([sys.executable, "-m", "tests.check", name, "--help"]).check().stdout
+        assert word in shown and "trains your model for a few steps" not in shown
+    shown = run([sys.executable, "-m", "tests.check", "--help"]).check().stdout
+    assert all(f"\n{name}  " in shown for name in check.CHECKS)
 
 
 def test_parity_holds_on_1_2_and_4_ranks(run, tables, tmp_path):

@@ -171,17 +171,26 @@ git merge --abort
 git merge -X ours template"""
 
 
+def here(block: str) -> str:
+    """Returns commands of the page for the folders of a test; git decides about conflicts."""
+    block = block.replace("/tmp/mine", "../fresh/mine").replace("/tmp/old", "../version")
+    block = block.replace("../template/", f"{ROOT}/").replace("./launch.sh test\n", "")
+    return block.replace("git merge template", MERGE)
+
+
+def skip_without_history(run: Callable, commit: str) -> None:
+    if run(["git", "-C", str(ROOT), "cat-file", "-e", commit]).returncode:
+        pytest.skip("the history of the template is missing")
+
+
 def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_page(run, tmp_path):
     """The upgraded copy trains and passes its tests.
 
     Conflicts occur only in lines that both have changed, and the owner keeps their own version.
     """
-    if run(["git", "-C", str(ROOT), "cat-file", "-e", OLD]).returncode:
-        pytest.skip("the history of the template is missing")
+    skip_without_history(run, OLD)
     (block,) = [block.text for block in blocks(PAGE, "bash") if "git merge template" in block.text]
-    block = block.replace("/tmp/mine", "../fresh/mine").replace("../template/", f"{ROOT}/")
-    block = block.replace("git merge template", MERGE).replace("./launch.sh test\n", "")
-    script = f". {ROOT}/tests/template/slow/owner.sh {ROOT} {OLD}\n{block}"
+    script = f". {ROOT}/tests/template/slow/owner.sh {ROOT} {OLD}\n{here(block)}"
     run(["bash", "-euc", script], PATH=PATH).check()
     conflicts = (tmp_path / "conflicts").read_text().split()
     assert conflicts == ["config.yaml", "losses.py", "metrics.py"]
@@ -192,6 +201,47 @@ def test_an_edited_copy_of_an_older_template_is_upgraded_by_the_commands_of_the_
     assert_contract(mine)
 
 
+OF_FOLDERS = "fa483e0"  # a commit whose copies are not git repositories
+# What the owner of such a copy has done before an upgrade. $1: the template; $2: its commit.
+OWNER = """
+unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE
+git clone -q --no-checkout "$1" template
+mkdir old fresh
+git -C template archive "$2" | tar x -C old
+./old/launch.sh copy mine --without explain,plots
+cd mine
+test ! -e .git
+touch -d "$(git -C ../template show -s --format=%cI "$2")" LICENSE
+sed -i 's/  hidden: 32 /  hidden: 24 /' config.yaml
+sed -i 's/^METRICS = .*/METRICS = {"pearson": pearson, "spearman": spearman}/' metrics.py
+"""
+
+
+def test_a_copy_that_is_not_a_repository_is_upgraded_by_the_commands_of_the_page(run, tmp_path):
+    """The commands find the commit of the copy. The owner keeps their edits of two lines."""
+    skip_without_history(run, OF_FOLDERS)
+    texts = [block.text for block in blocks(PAGE, "bash")]
+    (find,) = [text for text in texts if "rev-list" in text]
+    (prepare,) = [text for text in texts if "-s ours" in text]
+    (upgrade,) = [text for text in texts if "git merge template" in text]
+    prepare = prepare.replace("COMMIT", '"$commit"')
+    unchanged = "git diff --exit-code HEAD^ HEAD"  # HEAD^: the owner's commit before the merge
+    script = f"{OWNER}\ncommit=$({find})\n{here(prepare)}\n{unchanged}\n{here(upgrade)}"
+    script += "\necho upgraded from $commit"
+    owner = {"GIT_CONFIG_GLOBAL": os.devnull}
+    for role in ("AUTHOR", "COMMITTER"):
+        owner |= {f"GIT_{role}_NAME": "owner", f"GIT_{role}_EMAIL": "owner"}
+    command = ["bash", "-euc", script, "owner", str(ROOT), OF_FOLDERS]
+    printed = run(command, PATH=PATH, **owner).check().stdout
+    assert f"upgraded from {OF_FOLDERS}" in printed
+    assert (tmp_path / "conflicts").read_text().split() == ["metrics.py"]
+    mine = tmp_path / "mine"
+    assert (mine / "tests/check.py").exists() and not (mine / "predict_explain.py").exists()
+    checkpoint, rows = train(mine, "optim.epochs=1")
+    assert checkpoint["config"]["model"]["hidden"] == 24
+    assert [row["spearman"] > 0.5 for row in rows if row["kind"] == "test"] == [True]
+
+
 WITH_EDGE_FEATURES = "fa483e0"  # a commit whose tables had further fields
 
 
@@ -199,8 +249,7 @@ def test_an_unfinished_run_of_an_older_template_is_resumed(run, tables, tmp_path
     """The log says that the tables of the older run cannot be compared."""
     git = f"git -C {ROOT}"
     unpack = f"mkdir old && {git} archive {WITH_EDGE_FEATURES} | tar -x -C old"
-    if run(["bash", "-c", f"{git} cat-file -e {WITH_EDGE_FEATURES}"]).returncode:
-        pytest.skip("the history of the template is missing")
+    skip_without_history(run, WITH_EDGE_FEATURES)
     run(["bash", "-euc", unpack]).check()
     options = [*tables, *SMALL, "model.readout=local", "data.cache_dir="]
     for folder, epochs in ((tmp_path / "old", 1), (ROOT, 2)):

@@ -16,6 +16,7 @@ import torch
 
 from tests.template.fixtures import ROOT, SMALL, copy_template, fork, join, write_table
 from tests.template.pages import DOCS, README, block_commands, blocks
+from tests.template.slow.recipes import PAGE, adapt, assert_contract, launch, run_tests
 
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
@@ -221,6 +222,49 @@ def test_all_commands_have_a_column_that_is_computed_from_the_batch(command, her
     sizes = [float(row.split("\t")[place]) for row in rows[:3]]  # two nodes, one and none
     assert sizes[0] == pytest.approx(2 * sizes[1]) and sizes[1] != 0 == sizes[2]
     command(0, tmp_path / "analyse.py", "runs/size").check()
+
+
+def test_rows_are_sampled_with_weights(tables, tmp_path):
+    """With the edits of the page, rows with larger weights are drawn more often, on any ranks."""
+    copy = copy_template(tmp_path / "copy")
+    edits = [block.text for block in blocks(PAGE, "python") if ": add th" in block.text]
+    assert len(edits) == 3
+    attribute, draw, weights = (edit.partition("\n")[2] for edit in edits)
+    order = "dtype=torch.int32)\n"
+    for name, old, new in (
+        ("data_loader.py", "    def __init__(", f"    {attribute}\n    def __init__("),
+        ("data_loader.py", order, order + textwrap.indent(draw, " " * 8)),
+        ("train.py", "    folder = RunFolder.open", f"    {weights}    folder = RunFolder.open"),
+    ):
+        text = (copy / name).read_text()
+        assert text.count(old) == 1
+        (copy / name).write_text(text.replace(old, new))
+    paths = [option.replace("=", f"={tmp_path}/") for option in tables]
+    adapt(copy, "", paths)  # also checks the code with ruff
+    (copy / "drawn.py").write_text(DRAWN)
+    lone, heavy = json.loads(launch(copy, 1, "drawn.py"))
+    assert sorted(lone) == list(range(50))  # without weights
+    assert 0.7 < sum(row >= 25 for row in heavy) / 50 < 1 and len(set(heavy)) < 50
+    assert_contract(copy)
+    run_tests(copy, "tests/test_training.py")  # compares one process with two
+
+
+# Prints the rows of an epoch: without weights, and with larger weights from row 25 on.
+DRAWN = """
+import json
+import torch
+from data_loader import StepSampler
+
+epochs = []
+for weights in (None, torch.tensor([1.0, 9.0]).repeat_interleave(25)):
+    ranks = [StepSampler(torch.arange(50), 8, 1, 2, rank, seed=0) for rank in range(2)]
+    for sampler in ranks:
+        sampler.weights = weights
+        sampler.set_epoch(1)
+    batches = [row for rank in ranks for rows in rank for row in rows]
+    epochs.append([row for row in batches if row >= 0])
+print(json.dumps(epochs))
+"""
 
 
 def apply_edit(copy: Path, text: str) -> None:

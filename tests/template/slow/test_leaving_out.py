@@ -40,7 +40,7 @@ WORDS["all"] = [word for words in WORDS.values() for word in words]
 WORDS["checks"] = ["tests.check"]  # "all" does not include the part checks
 # Without model_reach.py, sums of the first layer are added, and rounded, in a different order.
 ROUNDING = {"reach": 1e-6, "all": 1e-6}
-MOST_LINES = 3700  # largest number of lines of code in the core; the goal is 3,450
+MOST_LINES = 3750  # largest number of lines of code in the core; the goal is 3,450
 
 
 def parts_without(name: str) -> list:
@@ -101,8 +101,22 @@ def test_a_copy_without_a_part_trains_as_the_template_does(
     readme = (copy / "README.md").read_text().partition("Parts that are left out")[0]
     texts = [(tmp_path / "runs/own2/log.rank0.txt").read_text(), readme]
     texts += run_the_other_commands(command, tmp_path, copy)
+    if not (copy / "predict.py").exists():
+        assert_template_predicts(command, tmp_path / "runs/own2")
     for word in WORDS[name]:
         assert not [line for text in texts for line in text.splitlines() if word in line], word
+
+
+def assert_template_predicts(command, run: Path) -> None:
+    """The template predicts the test rows of a copy's run as the copy did."""
+    header, *rows = [line.split("\t") for line in (run / "test.tsv").read_text().splitlines()]
+    (run / "ask.tsv").write_text("\n".join(["genes", *(genes for genes, *_ in rows)]))
+    command(0, "predict.py", run / "ask.tsv", run).check()
+    _, *lines = (run.parents[1] / "ask.predictions.tsv").read_text().splitlines()
+    predicted = [float(line.split("\t")[1]) for line in lines]
+    column = header.index("score_prediction")
+    assert predicted == pytest.approx([float(row[column]) for row in rows], rel=1e-5, abs=1e-5)
+    assert len(predicted) > 10
 
 
 def run_the_other_commands(command, folder: Path, copy: Path) -> list[str]:

@@ -4,6 +4,7 @@ test_recipes_data.py tests the patches that change the tables.
 """
 
 import csv
+import importlib.util
 import json
 import math
 import re
@@ -378,6 +379,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_tensorboard(copy, tables, tmp_path):
     add_levels(tmp_path)
     adapt(copy, "tensorboard", tables)
+    if importlib.util.find_spec("tensorboard") is None:
+        refuse(copy, "cannot import the package tensorboard (", "train.py")
+        assert not (tmp_path / "runs").exists()
     (copy / "board.py").write_text(BOARD)
     train(copy, script="board.py")
     _, rows = train(copy, "optim.epochs=2", script="board.py")

@@ -169,6 +169,10 @@ def test_covariates(copy, tables, samples, tmp_path):
     ):
         write_table(tmp_path / "ask.tsv", table)
         refuse(copy, message, "predict.py", "ask.tsv", BEST)
+    columns = "write a table with the columns genes, drug, plate, temperature"
+    for word in ("all-singles", "all-pairs=0.3"):
+        message = f"{word} has no covariates, which {BEST} needs: {columns}"
+        refuse(copy, message, "predict.py", word, BEST)
     for kinds, message in (
         ("{drug: category, light: number}", "scores.tsv:1: missing column 'light'"),
         ("{drug: category, light: category}", "scores.tsv:1: missing column 'light'"),
