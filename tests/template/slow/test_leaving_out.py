@@ -40,7 +40,7 @@ WORDS["all"] = [word for words in WORDS.values() for word in words]
 WORDS["checks"] = ["tests.check"]  # "all" does not include the part checks
 # Without model_reach.py, sums of the first layer are added, and rounded, in a different order.
 ROUNDING = {"reach": 1e-6, "all": 1e-6}
-MOST_LINES = 3750  # largest number of lines of code in the core; the goal is 3,450
+MOST_LINES = 3770  # largest number of lines of code in the core; the goal is 3,450
 
 
 def parts_without(name: str) -> list:
