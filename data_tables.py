@@ -187,8 +187,8 @@ class Tables:
         """Returns a SHA-256 hash of the named fields, or of all fields by default.
 
         All fields include the fields that you have added to the class. The fields in `OF_FILES` are
-        always left out. A field at its default value does not count, so that a new field does not
-        change the hash of tables that do not use it.
+        always left out. Among all fields, a field at its default value does not count. A new field
+        therefore does not change the hash of tables that do not use it.
         """
 
         def encode(tensor: Tensor) -> list:
@@ -203,10 +203,11 @@ class Tables:
         for name, value in vars(self).items():
             if name in OF_FILES or (names and name not in names):
                 continue
-            content = json.dumps(value, default=encode)
+            content = json.dumps([name, value], default=encode)
             default = defaults.get(name, MISSING)
-            if default is MISSING or content != json.dumps(default, default=encode):
-                digest.update(json.dumps([name, content]).encode())
+            has_default = default is not MISSING and not names
+            if not has_default or content != json.dumps([name, default], default=encode):
+                digest.update(content.encode())
         return digest.hexdigest() if names else FINGERPRINT + digest.hexdigest()
 
 

@@ -249,11 +249,8 @@ class RunFolder:
         """Returns the entries of the checkpoint to resume from, or None to start a run.
 
         It is the newest checkpoint in the folder that can be read. If the folder has no
-        checkpoint, it is the file run.resume.
-
-        Raises:
-            UserError: the folder has checkpoints, but all of them are damaged, or run.resume cannot
-                be read.
+        checkpoint, it is the file run.resume. Raises `UserError` if the folder has checkpoints, but
+        all of them are damaged, or if run.resume cannot be read.
         """
         resume = self.config.run.resume
         paths = [*self.step_files(), *self.checkpoints.glob("best.pt")]
@@ -313,9 +310,12 @@ class RunFolder:
         with contextlib.suppress(Exception):  # reading a damaged file can raise any exception
             found = load_file(path, mmap=True)
             is_same = repr(found["best"]) == repr(state.best)  # nan differs from itself
+            # An earlier version of the template computed a different hash of the same graph.
+            is_same &= found.get("graph", "") == self.origin.graph
             if is_same and found["best_model"] is None:
                 return
         saved = {name: value for name, value in checkpoint.items() if name != "file"}
+        saved["graph"] = self.origin.graph
         best = best_checkpoint(saved, state)
         best |= {"step": step, "epoch": step // steps_per_epoch}
         with explain_write_errors(path, UserError):
