@@ -7,9 +7,7 @@
 3. The term *knockout* runs the encoder's layers again, for every sample on the graph without its
    dead nodes, [N, B, H]. It reads how the states of the living nodes differ from the wild type.
 
-`KnockoutTask.build_model` assembles these and further terms. The arguments `record` and `has_plan`
-and the class `LayerStates` are only used for batches with a plan, which an optional part makes. For
-all other batches, `record` is None.
+`KnockoutTask.build_model` assembles these and further terms.
 
 Shapes: N nodes, R relations, B samples in the batch, b samples in a block of the batch, P perturbed
 nodes in the batch, H hidden channels, K effects of a node, T targets of C columns each (see
@@ -62,15 +60,6 @@ class ModelConfig:
         return self.pairs and self.has_local
 
 
-class LayerStates(NamedTuple):
-    """The states of one layer on the intact graph, the same in all samples, [N, 1, H] each."""
-
-    x: Tensor  # states before the layer
-    h: Tensor  # normalised states, which the nodes send
-    update: Tensor  # the layer adds gelu(update) to x
-    after: Tensor  # states after the layer, x + gelu(update)
-
-
 class Draws(NamedTuple):
     """The random masks and factors of a training step. In evaluation, all are True or 1."""
 
@@ -89,11 +78,12 @@ class WildType(NamedTuple):
     encoder: "Encoder"  # the encoder that computed it
     x: Tensor  # the nodes' identities, which are their states before the first layer, [N, 1, H]
     sent: Tensor  # the embeddings that the nodes send in the first layer, not normalised, [N, 1, H]
-    layers: list[LayerStates]  # states of each layer if the batch has a plan, otherwise empty
     final: Tensor  # normalised states after the last layer, [N, 1, H]
     draws: Draws  # the random masks and factors of the step
     # Tensors that a term stores for a later term. The term local stores "hidden" for pairs.
     kept: dict[str, Tensor]
+    # Computes the pooled changes of a batch's samples: `pool_in_blocks` or a faster function.
+    pool_batch: Callable[..., Tensor]
 
 
 class KnockoutGNN(nn.Module):
@@ -161,8 +151,7 @@ class KnockoutGNN(nn.Module):
         Raises `RuntimeError` if the batch and the graph are on different devices.
         """
         graph.check(batch)
-        draws = self.draw(graph, batch)
-        return self.encoder(graph, draws, has_plan="plan" in batch)
+        return self.encoder(graph, self.draw(graph, batch))
 
     def draw(self, graph: SharedGraph, batch: Data) -> Draws:
         """Returns the random masks and factors of a training step.
@@ -240,16 +229,15 @@ class Encoder(nn.Module):
         # them, and its gradient would consist only of rounding errors.
         self.norm = nn.LayerNorm(hidden, bias=config.readout != "global")
 
-    def forward(self, graph: SharedGraph, draws: Draws, has_plan: bool) -> WildType:
-        """Returns the wild type. It contains the states of each layer if the batch has a plan."""
+    def forward(self, graph: SharedGraph, draws: Draws) -> WildType:
+        """Returns the wild type."""
         x, sent = self.embed(graph, draws)
         graph = self.living(graph)
-        layers = []
-        record = layers if has_plan else None
-        states = self.first(x, sent, graph, record=record)
+        states = self.first(x, sent, graph)
         for conv in self.layers:
-            states = conv(states, graph, record=record)
-        return WildType(self, x, sent, layers, self.norm(states), draws, kept={})
+            states = conv(states, graph)
+        final = self.norm(states)
+        return WildType(self, x, sent, final, draws, kept={}, pool_batch=pool_in_blocks)
 
     def embed(self, graph: SharedGraph, draws: Draws) -> tuple[Tensor, Tensor]:
         """Returns the nodes' identities, and the embeddings that they send, [N, 1, H] each.
@@ -321,38 +309,25 @@ class KnockoutConv(nn.Module):
         self.root = nn.Linear(hidden, hidden)
         self.gate = nn.Parameter(torch.randn(num_relations, hidden) / num_relations**0.5)
         self.out = nn.Linear(hidden, hidden, bias=False)
+        self.activation = nn.GELU()
 
-    def forward(
-        self,
-        x: Tensor,
-        graph: SharedGraph,
-        level: Tensor | None = None,
-        record: list[LayerStates] | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, graph: SharedGraph, level: Tensor | None = None) -> Tensor:
         """Returns the states of the nodes after the layer, [N, B, H].
 
         Args:
             x: states before the layer, [N, B, H].
             graph: the graph, or an object with its method `propagate`.
             level: level of each node in each sample, [N, B]. None: all nodes are intact.
-            record: list to which the `LayerStates` of this layer are appended, or None.
         """
         h = self.norm(x)
         root = self.root(h)
         sums = graph.propagate(h, self.SCALE * self.gate, level)  # over the living edges
-        return self.add(x, h, root + self.out(sums), record)
+        return self.add(x, root + self.out(sums))
 
-    def add(self, x: Tensor, h: Tensor, update: Tensor, record: list | None) -> Tensor:
-        """Returns x + gelu(update), [N, B, H].
-
-        Appends all states of the layer to `record`, unless it is None.
-        """
+    def add(self, x: Tensor, update: Tensor) -> Tensor:
+        """Returns x + gelu(update), [N, B, H]."""
         # Gradients of sparse products must not be summed in half precision.
-        update = update.to(x.dtype)
-        after = x + nn.functional.gelu(update)
-        if record is not None:
-            record.append(LayerStates(x, h, update, after))
-        return after
+        return x + self.activation(update.to(x.dtype))
 
 
 class FirstConv(KnockoutConv):
@@ -370,7 +345,6 @@ class FirstConv(KnockoutConv):
         sent: Tensor,
         graph: SharedGraph,
         samples: Samples | None = None,
-        record: list[LayerStates] | None = None,
     ) -> Tensor:
         """Returns the states of the nodes after the layer, [N, b, H].
 
@@ -379,12 +353,11 @@ class FirstConv(KnockoutConv):
             sent: embeddings of the nodes, [N, 1, H].
             graph: the graph, or an object with its method `propagate_from_one`.
             samples: a block of b samples. None: all nodes are intact, and b is 1.
-            record: list to which the `LayerStates` of this layer are appended, or None.
         """
         h = self.norm(sent)
         root = self.root(x)
         sums = graph.propagate_from_one(h, self.SCALE * self.gate, samples)
-        return self.add(x, h, root + self.out(sums), record)
+        return self.add(x, root + self.out(sums))
 
 
 # ---- Terms ---------------------------------------------------------------------------------------
@@ -447,18 +420,8 @@ class KnockoutTerm(nn.Module):
     """
 
     def forward(self, graph: SharedGraph, wild: WildType, dose: Tensor, batch: Data) -> Tensor:
-        """Returns the term, [B, T * C].
-
-        If the batch does not have a plan, the samples are processed in blocks, because the states
-        of a few samples fit in the cache (see `SharedGraph.samples_at_once`).
-        """
-        if "plan" in batch:  # a faster method with the same result
-            return self.read(batch.plan.pooled(self, graph, wild), wild, batch)
-        living = wild.encoder.living(graph, batch)
-        blocks = []
-        for samples in living.in_blocks(batch, wild.final):
-            blocks.append(wild.encoder.checkpointed(self.pooled, living, samples, wild))
-        return self.read(torch.cat(blocks), wild, batch)
+        """Returns the term, [B, T * C]."""
+        return self.read(wild.pool_batch(self, graph, wild, batch), wild, batch)
 
     def pooled(self, graph: SharedGraph, samples: Samples, wild: WildType) -> Tensor:
         """Returns the pooled changes of a block of b samples, [b, width].
@@ -471,6 +434,19 @@ class KnockoutTerm(nn.Module):
             x = conv(x, graph, samples.level)
         change = encoder.norm(x) - wild.final
         return self.pool(change, samples.level > 0, wild)
+
+
+def pool_in_blocks(term: KnockoutTerm, graph: SharedGraph, wild: WildType, batch: Data) -> Tensor:
+    """Returns the pooled changes of all samples of a batch, [B, width].
+
+    The samples are processed in blocks, because the states of a few samples fit in the cache (see
+    `SharedGraph.samples_at_once`).
+    """
+    living = wild.encoder.living(graph, batch)
+    blocks = []
+    for samples in living.in_blocks(batch, wild.final):
+        blocks.append(wild.encoder.checkpointed(term.pooled, living, samples, wild))
+    return torch.cat(blocks)
 
 
 class GlobalReadout(KnockoutTerm):

@@ -7,307 +7,148 @@ too. This module computes only the states that differ, and `model.py` computes a
 1. `ReachPlanner` makes a *plan* of each batch on the CPU: for each layer, a list of the states that
    differ, and a sparse matrix that sums the changes of their messages. A plan depends only on the
    edges, the perturbed nodes and their levels, not on the parameters of the model.
-2. `ReachPlan.pooled` computes these states, and returns the same result as `KnockoutTerm.pooled`.
-3. `plan_route` decides whether plans are faster, and `plan_fits` checks whether they are correct.
+2. `WildStates` records the states of each layer on the intact graph, with hooks on the encoder.
+3. `pool_planned` computes the states that differ, and returns the same result as
+   `model.pool_in_blocks`.
+4. `plan_route` decides whether plans are faster. `use_plans` makes a model use them if they are
+   correct for the model.
 
-This part is optional: a copy with model.message_passing=shared does not need this file. It supports
-the layers `FirstConv` and `KnockoutConv` (see `update_of_reached`), the readout `GlobalReadout`,
-and readouts whose class has a method `pool_reached`. All other readouts get the states of all nodes
-after the last layer.
+This part is optional: a copy with model.message_passing=shared does not need this file and
+model_reach_plan.py. It supports the layers `FirstConv` and `KnockoutConv` (see
+`update_of_reached`), the readout `GlobalReadout`, and readouts whose class has a method
+`pool_reached`. All other readouts get the states of all nodes after the last layer.
 
-Shapes: N nodes, R relations, B samples in the batch, b samples in a block of the batch, P perturbed
-nodes in a block, H hidden channels. For each layer of a plan: S states that differ after the layer,
-L states that differ before it, and K pairs of a sender and a relation.
+The shapes are explained in model_reach_plan.py.
 """
 
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
-from torch_geometric.index import index2ptr
-from torch_geometric.utils import cumsum
 
 from errors import counted
-from mask import Samples, SharedGraph, num_samples, starts_of_samples
+from mask import Samples, SharedGraph, starts_of_samples
 from mask_product import CSR, sparse_product
-from model import FirstConv, GlobalReadout, KnockoutConv, KnockoutGNN, KnockoutTerm, WildType
+from model import (
+    Encoder,
+    FirstConv,
+    GlobalReadout,
+    KnockoutConv,
+    KnockoutGNN,
+    KnockoutTerm,
+    WildType,
+    pool_in_blocks,
+)
+from model_reach_plan import ReachBlock, ReachedStates, ReachPlanner
 
 log = logging.getLogger("model_reach")
 
 
-# ---- Plans ---------------------------------------------------------------------------------------
-class ReachedStates(NamedTuple):
-    """The S states of a block that differ from the intact graph after one layer, and how.
+# ---- States on the intact graph ------------------------------------------------------------------
+class LayerStates(NamedTuple):
+    """The states of one layer on the intact graph, the same in all samples, [N, 1, H] each."""
 
-    The states are sorted by sample and node. They differ because some nodes send different
-    messages. These *senders* are, in this order:
+    x: Tensor  # states before the layer
+    h: Tensor  # normalised states, which the nodes send
+    update: Tensor  # the layer adds gelu(update) to x
+    after: Tensor  # states after the layer, x + gelu(update)
 
-    - the P perturbed nodes. Intact, they would send their h. At a level, they send level * h, so
-      their contribution is (1 - level) * (-h).
-    - the L states that already differed before the layer. Their contribution is their level times
-      the change of their h.
 
-    A sender has a contribution for each relation, because each relation has its own gate. The
-    matrix [S, K + L] sums these contributions. Column k < K belongs to `sender[k]` and
-    `relation[k]`. It contains the weights of the sender's edges in this relation, times the factor
-    1 - level or level from the list. Column K + l belongs to the l-th state that differed before
-    the layer. It is 1 in the row of this state, because the state changes its own root term.
+class WildStates:
+    """Records the `LayerStates` of each layer while an encoder computes the wild type.
+
+    It registers hooks on the encoder, which then returns a wild type that uses the plan of a batch.
     """
 
-    node: Tensor  # node of each state, long [S]
-    sample: Tensor  # sample of each state, relative to the block's first sample, long [S]
-    previous: Tensor  # index of each state of the previous layer among these states, long [L]
-    sender: Tensor  # index of the sender of each column, from 0 to P + L - 1, long [K]
-    relation: Tensor  # relation of each column, long [K]
-    matrix: CSR  # [S, K + L]
-    transpose: CSR  # its transpose, [K + L, S], for the backward pass
+    def __init__(self, encoder: Encoder):
+        self.layers = None  # the states of the layers so far; None outside of `Encoder.forward`
+        self.h = None
+        self.update = None
+        encoder.register_forward_pre_hook(self.begin)
+        encoder.register_forward_hook(self.end)
+        for layer in layers_of(encoder):
+            layer.norm.register_forward_hook(self.keep_h)
+            layer.activation.register_forward_pre_hook(self.keep_update)
+            layer.register_forward_hook(self.keep_layer)
+
+    def begin(self, encoder: Encoder, inputs: tuple) -> None:
+        self.layers = []
+
+    def keep_h(self, norm: nn.Module, inputs: tuple, h: Tensor) -> None:
+        if self.layers is not None:
+            self.h = h
+
+    def keep_update(self, activation: nn.Module, inputs: tuple) -> None:
+        if self.layers is not None:
+            (self.update,) = inputs
+
+    def keep_layer(self, layer: KnockoutConv, inputs: tuple, after: Tensor) -> None:
+        if self.layers is not None:
+            self.layers.append(LayerStates(inputs[0], self.h, self.update, after))
+            self.h = self.update = None
+
+    def end(self, encoder: Encoder, inputs: tuple, wild: WildType) -> WildType | None:
+        """Returns the wild type that uses plans, or None if a state has not been recorded."""
+        layers = self.layers
+        self.layers = None
+        if any(None in states for states in layers):
+            return None
+        return wild._replace(pool_batch=functools.partial(pool_planned, layers))
 
 
-class ReachBlock(NamedTuple):
-    """A block of b consecutive samples of a batch, and the states that differ in its first layers.
-
-    The first five fields are the same as in a batch of only these samples.
-    """
-
-    perturbed: Tensor  # perturbed nodes of all samples, long [P]
-    perturbed_batch: Tensor  # sample of each perturbed node, from 0 to b - 1, long [P]
-    perturbed_ptr: Tensor  # offset of each sample's perturbed nodes, long [b + 1]
-    level: Tensor  # level of each perturbed node, [P]
-    starts: np.ndarray  # result of `starts_of_samples`, [2, b + 1]
-    layers: Sequence[ReachedStates] = ()  # one for each planned layer, beginning with the first
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.perturbed_ptr) - 1
+def record_states(model: KnockoutGNN) -> bool:
+    """Makes a model use the plans of its batches, and returns whether it has supported layers."""
+    members = ("norm", "root", "gate", "out", "activation")
+    for layer in layers_of(model.encoder):
+        has_members = all(hasattr(layer, name) for name in members)
+        if type(layer) not in (FirstConv, KnockoutConv) or not has_members:
+            return False
+    if not hasattr(model.encoder, "wild_states"):
+        model.encoder.wild_states = WildStates(model.encoder)
+    return True
 
 
-class ReachPlan(NamedTuple):
-    """The plan of a batch, `batch.plan`."""
-
-    blocks: list[ReachBlock]
-
-    def pooled(self, term: KnockoutTerm, graph: SharedGraph, wild: WildType) -> Tensor:
-        """Returns the pooled changes of all samples, [B, width], as `KnockoutTerm.pooled` does.
-
-        For each block, `encode_reached` computes the planned layers, with only the states that
-        differ. If these are all layers, the readout `term` pools only the states that differ, if it
-        can. Otherwise, `pool_all` runs the remaining layers on all nodes, and pools all states.
-        """
-        encoder = wild.encoder
-        pooled = []
-        for block in self.blocks:
-            reached = encoder.checkpointed(encode_reached, block, wild)
-            pool = None
-            if len(block.layers) == len(wild.layers):
-                pool = pool_of_reached(type(term))
-            if pool is not None:
-                before = select(wild, wild.final, block.layers[-1].node)
-                change = encoder.norm(reached) - before
-                pooled.append(pool(term, change, before, block, wild))
-            else:
-                pooled += pool_all(term, graph, block, reached, wild)
-        return torch.cat(pooled)
-
-
-class Scratch(NamedTuple):
-    """Reused memory of the planner, with an entry for each state of a block, [b * N].
-
-    The state of node n in sample k has the number k * N + n. The planner writes only the entries of
-    states that differ or belong to perturbed nodes, which are few. It resets `level` and
-    `is_reached` before it plans the next block.
-    """
-
-    level: np.ndarray  # level of the node, float64; 1 except while a block is planned
-    is_reached: np.ndarray  # whether a layer changes the state; False except while it is planned
-    row: np.ndarray  # index of the state among the states that a layer changes, int32
-
-    @classmethod
-    def of_size(cls, num_states: int) -> "Scratch":
-        level = np.ones(num_states)
-        is_reached = np.zeros(num_states, dtype=bool)
-        return cls(level, is_reached, row=np.empty(num_states, dtype=np.int32))
-
-
-class ReachPlanner:
-    """Plans which states of a batch differ from the intact graph, layer by layer, on the CPU.
-
-    As the `transform` of a `data.KnockoutDataset`, it adds a field `plan`, a `ReachPlan`, to each
-    batch. A layer changes the states of the living nodes to which an edge leads from a perturbed
-    node, or from a node whose state differed before the layer. States that differed before the
-    layer also differ after it. The plan of a block ends before the first layer that would be faster
-    on all nodes, and after at most `num_layers` layers.
-    """
-
-    # Largest number of samples in a block on a CPU: the states that differ should fit in the cache
-    # of a core. On a GPU, blocks are larger, because this needs fewer kernel launches.
-    BLOCK = 32
-    STATES = 2**23  # largest number of all states in a block; with 32 channels, they need 1 GB
-    # Largest number of states in a block that differ, estimated at the start. With 32 channels,
-    # they need 32 MB, which is the most that malloc keeps for reuse.
-    REACHED = 2**18
-    # Largest number of edges of a planned layer for each sample: this fraction of all edges, plus
-    # this number for each node. With more edges, a layer on all nodes is faster (measured).
-    EDGE_SHARE = 0.04
-    EDGES_PER_NODE = 13.0
-
-    def __init__(self, graph: SharedGraph, num_layers: int):
-        self.num_nodes = graph.num_nodes
-        self.num_layers = num_layers
-        self.out_degree = graph.out_degree
-        num_edges = sum(graph.num_edges.values())
-        self.max_edges = self.EDGE_SHARE * num_edges + self.EDGES_PER_NODE * self.num_nodes
-        # The edges are sorted by source and relation. A group consists of all edges with the same
-        # source and relation.
-        source, target = graph.edge_index.cpu()
-        num_relations = len(graph.relations)
-        relation = torch.repeat_interleave(graph.edge_counts.cpu())
-        group, order = (source * num_relations + relation).sort(stable=True)
-        self.target = target[order].numpy()
-        self.weight = graph.edge_weight.cpu()[order]
-        group, size = group.unique_consecutive(return_counts=True)
-        self.group_relation = (group % num_relations).numpy()
-        self.group_ptr = cumsum(size).numpy()  # offset of the edges of each group
-        # Offset of the groups of each source.
-        self.node_ptr = index2ptr(group // num_relations, self.num_nodes).numpy()
-        self.block = max(1, self.STATES // self.num_nodes)
-        if graph.device.type == "cpu":
-            self.block = min(self.BLOCK, self.block)
-        self.num_states = self.block * self.num_nodes
-        self.scratch = []  # one `Scratch`, except while a batch is planned
-
-    def __call__(self, batch: Data) -> Data:
-        """Adds the field `plan` to a batch on the CPU, and returns the batch."""
-        batch.plan = self.plan(batch)
-        return batch
-
-    def plan(self, batch: Data) -> ReachPlan:
-        """Returns the plan of a batch on the CPU, in blocks of at most `self.block` samples."""
-        # If planning is interrupted, this list remains empty: the memory may not have been reset.
-        scratch = self.scratch.pop() if self.scratch else Scratch.of_size(self.num_states)
-        blocks = []
-        for first in range(0, max(1, num_samples(batch)), self.block):
-            ptr = batch.perturbed_ptr[first : first + self.block + 1]
-            knockouts = slice(ptr[0], ptr[-1])
-            sample = batch.perturbed_batch[knockouts] - first
-            perturbed = batch.perturbed[knockouts]
-            starts = starts_of_samples(perturbed, ptr - ptr[0], self.out_degree)
-            level = batch.level[knockouts]
-            block = ReachBlock(perturbed, sample, ptr - ptr[0], level, starts)
-            blocks.append(block._replace(layers=self._plan_layers(block, scratch)))
-        self.scratch = [scratch]
-        return ReachPlan(blocks)
-
-    def _plan_layers(self, block: ReachBlock, scratch: Scratch) -> list[ReachedStates]:
-        """Returns the states of a block that differ after each layer.
-
-        The list ends before the first layer with more than `self.max_edges` edges for each sample.
-        """
-        perturbed = (block.perturbed_batch * self.num_nodes + block.perturbed).numpy()
-        scratch.level[perturbed] = block.level
-        layers = []
-        reached = perturbed[:0]
-        for _ in range(self.num_layers):
-            senders = np.concatenate([perturbed, reached])
-            sender_node = senders % self.num_nodes
-            first_group = self.node_ptr[sender_node]
-            last_group = self.node_ptr[sender_node + 1]
-            num_edges = (self.group_ptr[last_group] - self.group_ptr[first_group]).sum()
-            if num_edges + len(senders) > block.num_samples * self.max_edges:
-                break
-            sender = np.repeat(np.arange(len(senders)), last_group - first_group)
-            group = ranges(first_group, last_group)
-            factor = np.concatenate([1 - scratch.level[perturbed], scratch.level[reached]])
-            first_state = senders - sender_node  # number of the state of node 0 in the same sample
-            previous = reached
-            reached, *matrices = self._layer(
-                group, first_state[sender], factor[sender], previous, scratch
-            )
-            reached_sample, reached_node = np.divmod(reached, self.num_nodes)
-            layers.append(
-                ReachedStates(
-                    node=torch.from_numpy(reached_node),
-                    sample=torch.from_numpy(reached_sample),
-                    previous=torch.from_numpy(scratch.row[previous]).long(),
-                    sender=torch.from_numpy(sender),
-                    relation=torch.from_numpy(self.group_relation[group]),
-                    matrix=matrices[0],
-                    transpose=matrices[1],
-                )
-            )
-        scratch.level[perturbed] = 1
-        return layers
-
-    def _layer(
-        self,
-        group: np.ndarray,
-        first_state: np.ndarray,
-        factor: np.ndarray,
-        previous: np.ndarray,
-        scratch: Scratch,
-    ) -> tuple[np.ndarray, CSR, CSR]:
-        """Returns the states that differ after a layer, and the matrix of `ReachedStates`.
-
-        Args:
-            group: group of edges of each column, long [K].
-            first_state: number of the state of node 0 in the sample of each column, long [K].
-            factor: factor of the edge weights in each column, 1 - level or level, [K].
-            previous: numbers of the states that differed before the layer, long [L].
-            scratch: memory to use.
-
-        Returns:
-            The numbers of the states in ascending order, long [S]; the matrix, [S, K + L]; and its
-            transpose.
-        """
-        first_edge = self.group_ptr[group]
-        last_edge = self.group_ptr[group + 1]
-        column = np.repeat(np.arange(len(group), dtype=np.int32), last_edge - first_edge)
-        edge = ranges(first_edge, last_edge)
-        target = first_state[column] + self.target[edge]
-        alive = scratch.level[target] > 0
-        column = column[alive]
-        weight = self.weight.index_select(0, torch.from_numpy(edge[alive]))
-        if (factor != 1).any():
-            weight.mul_(torch.from_numpy(factor[column]))
-        target = np.concatenate([target[alive], previous])
-        of_previous = len(group) + np.arange(len(previous), dtype=np.int32)
-        column = torch.from_numpy(np.concatenate([column, of_previous]))
-        weight = torch.cat([weight, weight.new_ones(len(previous))])
-
-        # This lists the distinct states in ascending order, in a third of the time of sorting them.
-        scratch.is_reached[target] = True
-        reached = np.flatnonzero(scratch.is_reached)
-        scratch.is_reached[reached] = False
-        scratch.row[reached] = np.arange(len(reached))
-
-        row = scratch.row[target]
-        # The order of the entries by row. Entries of the same row keep their order. Sorting
-        # distinct keys takes half the time of a stable argsort.
-        num_entries = len(row)
-        key = row.astype(np.int64) * num_entries + np.arange(num_entries)
-        order = torch.from_numpy(np.sort(key) % max(1, num_entries))
-        row = torch.from_numpy(row)
-        row_ptr = index2ptr(row.index_select(0, order), len(reached))
-        matrix = CSR(row_ptr, column.index_select(0, order), weight.index_select(0, order))
-        transpose = CSR(index2ptr(column, len(group) + len(previous)), row, weight)
-        return reached, matrix, transpose
-
-
-def ranges(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Returns the concatenation of the ranges from first[i] to last[i] - 1, for all i."""
-    length = last - first
-    end = length.cumsum()
-    return np.arange(length.sum()) + np.repeat(last - end, length)
+def layers_of(encoder: Encoder) -> list[nn.Module]:
+    """Returns the layers of an encoder, beginning with the first."""
+    return [encoder.first, *encoder.layers]
 
 
 # ---- The pass ------------------------------------------------------------------------------------
-def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
+def pool_planned(
+    layers: list[LayerStates], term: KnockoutTerm, graph: SharedGraph, wild: WildType, batch: Data
+) -> Tensor:
+    """Returns the pooled changes of all samples, [B, width], as `pool_in_blocks` does.
+
+    For each block of the batch's plan, `encode_reached` computes the planned layers, with only the
+    states that differ. If these are all layers, the readout `term` pools only the states that
+    differ, if it can. Otherwise, `pool_all` runs the remaining layers on all nodes, and pools all
+    states. `layers` are the states of all layers on the intact graph.
+    """
+    if "plan" not in batch:
+        return pool_in_blocks(term, graph, wild, batch)
+    encoder = wild.encoder
+    pooled = []
+    for block in batch.plan:
+        reached = encoder.checkpointed(encode_reached, block, layers, wild)
+        pool = None
+        if len(block.layers) == len(layers):
+            pool = pool_of_reached(type(term))
+        if pool is not None:
+            before = select(wild, wild.final, block.layers[-1].node)
+            change = encoder.norm(reached) - before
+            pooled.append(pool(term, change, before, block, wild))
+        else:
+            pooled += pool_all(term, graph, block, reached, layers, wild)
+    return torch.cat(pooled)
+
+
+def encode_reached(block: ReachBlock, layers: list[LayerStates], wild: WildType) -> Tensor:
     """Returns the states of a block that differ after its planned layers, [S, H].
 
     The states are in the order of `block.layers[-1]`. The update of a layer is a linear function of
@@ -319,10 +160,10 @@ def encode_reached(block: ReachBlock, wild: WildType) -> Tensor:
     new memory takes longer than the sums.
     """
     x = node = None
-    layers = [wild.encoder.first, *wild.encoder.layers]
+    modules = layers_of(wild.encoder)
     for depth, plan in enumerate(block.layers):
-        layer = layers[depth]
-        states = wild.layers[depth]
+        layer = modules[depth]
+        states = layers[depth]
         x_before = select(wild, states.x, plan.node)
         if depth == 0:
             change = -select(wild, states.h, block.perturbed)  # dead nodes send nothing
@@ -375,14 +216,19 @@ class _SparseProduct(torch.autograd.Function):
 
 
 def pool_all(
-    term: KnockoutTerm, graph: SharedGraph, block: ReachBlock, reached: Tensor, wild: WildType
+    term: KnockoutTerm,
+    graph: SharedGraph,
+    block: ReachBlock,
+    reached: Tensor,
+    layers: list[LayerStates],
+    wild: WildType,
 ) -> Iterator[Tensor]:
     """Yields the result of `KnockoutTerm.pooled` for a few samples of a block at a time.
 
     A result is [samples, width]. The results contain each of the b samples of the block once. The
     states after the planned layers are the states on the intact graph, except for `reached` [S, H],
     the result of `encode_reached`. All later layers then run on all nodes, with as many samples at
-    once as in `KnockoutTerm.forward`.
+    once as in `pool_in_blocks`.
     """
     depth = len(block.layers)
     encoder = wild.encoder
@@ -391,7 +237,7 @@ def pool_all(
         for samples in blocks:
             yield encoder.checkpointed(term.pooled, graph, samples, wild)
         return
-    x = wild.layers[depth - 1].after.transpose(0, 1).expand(block.num_samples, -1, -1)
+    x = layers[depth - 1].after.transpose(0, 1).expand(block.num_samples, -1, -1)
     x = x.index_put((block.layers[-1].sample, block.layers[-1].node), reached)
     for states, samples in zip(x.split(graph.samples_at_once(wild.final)), blocks, strict=True):
         states = states.transpose(0, 1).contiguous()
@@ -486,7 +332,7 @@ def plan_route(
         return None, "message_passing=shared"
     planner = ReachPlanner(graph, 1 if message_passing == "shared" else num_layers)
     some_rows = range(0, len(dataset), len(dataset) // 128 + 1)  # evenly spaced rows
-    blocks = planner.plan(dataset.__getitems__(some_rows)).blocks
+    blocks = planner.plan(dataset.__getitems__(some_rows))
     num_planned = min(len(block.layers) for block in blocks)
     if message_passing != "reach":
         planner.num_layers = num_planned
@@ -505,12 +351,14 @@ def plan_route(
     return planner, f"a knock-out changes {changed}; message_passing={route}"
 
 
-def plan_fits(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
-    """Returns whether plans of a dataset's batches are correct for a model, see `is_exact`.
+def use_plans(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
+    """Makes a model use the plans of its batches, and returns whether they are correct for it.
 
-    Logs a warning if they are not. The dataset's `transform` must be a `ReachPlanner`.
+    Logs a warning if they are not, see `is_exact`. The dataset's `transform` must be a
+    `ReachPlanner`.
     """
-    fits = is_exact(model, graph, dataset.__getitems__([0, 0, 0]), dataset.transform)
+    batch = dataset.__getitems__([0, 0, 0])
+    fits = record_states(model) and is_exact(model, graph, batch, dataset.transform)
     if not fits:
         log.warning(
             "note      all states are computed, which is slower, because model_reach.py does not "
@@ -530,9 +378,6 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
     is on the CPU. Each sample is replaced: it perturbs one node from which edges leave, at the
     levels 0, 0.3 and 2.
     """
-    layers = [model.encoder.first, *model.encoder.layers]
-    if any(type(layer) not in (FirstConv, KnockoutConv) for layer in layers):
-        return False
     senders = graph.out_degree.argsort()[(graph.out_degree == 0).sum() :]
     if len(senders) == 0:
         return True
@@ -552,9 +397,10 @@ def is_exact(model: KnockoutGNN, graph: SharedGraph, batch: Data, planner: Reach
             value += 0.1 * torch.rand(value.shape, generator=generator).to(value)
     term = probe.terms["knockout"]
     wild = probe.wild_type(graph, batch)
-    planned = batch.plan.pooled(term, graph, wild)
-    blocks = graph.in_blocks(batch, wild.final)
-    expected = torch.cat([term.pooled(graph, samples, wild) for samples in blocks])
+    if wild.pool_batch is pool_in_blocks:
+        return False
+    planned = wild.pool_batch(term, graph, wild, batch)
+    expected = pool_in_blocks(term, graph, wild, batch)
     # The rounding errors of the states of thousands of nodes add up.
     tolerance = 1e-3 * (1 + expected.abs().amax())
     return bool((planned - expected).abs().amax() <= tolerance)

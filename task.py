@@ -182,6 +182,9 @@ class KnockoutTask:
             terms["knockout"] = node_readout(self)
         elif options.has_knockout_pass:
             terms["knockout"] = GlobalReadout(len(tables.genes), hidden, self.num_outputs)
+        reach = optional("model_reach")
+        if reach is not None and self.dataset.transform is not None:
+            reach.record_states(model)
         return model
 
     @property
@@ -235,7 +238,7 @@ class KnockoutTask:
         reach = optional("model_reach")
         if reach is None or self.dataset.transform is None:
             return
-        if not reach.plan_fits(model, self.graph, self.dataset):
+        if not reach.use_plans(model, self.graph, self.dataset):
             self.dataset = replace(self.dataset, transform=None)
             self.route = "message_passing=shared"
 

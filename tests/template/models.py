@@ -9,6 +9,7 @@ from mask import LINEAR
 from model import GlobalReadout, KnockoutGNN, LocalReadout, ModelConfig
 from model_nodes import NodeReadout
 from model_pairs import PairTerm
+from model_reach import record_states
 
 
 def full_model(
@@ -44,6 +45,7 @@ def full_model(
         terms["knockout"] = NodeReadout(num_nodes, hidden, target_nodes)
     elif config.has_knockout_pass:
         terms["knockout"] = GlobalReadout(num_nodes, hidden, num_outputs)
+    record_states(model)
     return model
 
 

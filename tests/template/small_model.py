@@ -6,7 +6,7 @@ from torch_geometric.data import Data
 from data import KnockoutDataset
 from mask import SharedGraph
 from model import KnockoutGNN, ModelConfig
-from model_reach import ReachPlanner
+from model_reach_plan import ReachPlanner
 from tests.sets import tables_of
 from tests.template.models import full_model
 from tests.template.tasks import small_graph

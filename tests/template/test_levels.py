@@ -26,7 +26,7 @@ from errors import DataError, UserError
 from mask import SharedGraph
 from metrics import pearson
 from model import KnockoutGNN, ModelConfig
-from model_reach import ReachPlanner
+from model_reach_plan import ReachPlanner
 from predict_tables import read_sets
 from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
 from tests.sets import pack_levels, tables_of
@@ -299,7 +299,7 @@ def test_all_routes_agree_for_levels_and_deletions(shared, monkeypatch, readout,
         planner = ReachPlanner(shared, planned)
         planner.max_edges = math.inf
         batch = make_batch(shared, SETS, planner)
-        assert {len(block.layers) for block in batch.plan.blocks} == {planned}
+        assert {len(block.layers) for block in batch.plan} == {planned}
         with CountSynchronisations() as count:
             found = outputs_and_gradients(make_model(layers=layers, readout=readout), shared, batch)
         assert count.seen == []

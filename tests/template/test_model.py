@@ -16,7 +16,8 @@ from config import Config
 from data import DataConfig
 from mask import SharedGraph
 from model import FirstConv, ModelConfig, uniform
-from model_reach import ReachPlanner, select
+from model_reach import select
+from model_reach_plan import ReachPlanner
 from task import KnockoutTask
 from task import make_dataset as make_planned_dataset
 from tests.bench.host import count_kernels, tiny_step
@@ -88,7 +89,7 @@ def test_planned_batches_give_the_same_results_as_masked_copies(
     cases = itertools.product({1, layers}, (30, math.inf), (False, True))
     for depth, max_edges, checkpointing in cases:
         batch = make_batch(shared, sets, limited_planner(shared, depth, max_edges))
-        depths = {len(block.layers) for block in batch.plan.blocks}
+        depths = {len(block.layers) for block in batch.plan}
         is_mixed |= len(depths) > 1
         assert max_edges == 30 or depths == {depth}
         model = make_model(dtype, checkpointing=checkpointing, **options).train()

@@ -17,14 +17,8 @@ from mask import SharedGraph
 from mask_product import CSR
 from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig
 from model_nodes import NodeReadout
-from model_reach import (
-    ReachBlock,
-    ReachedStates,
-    ReachPlanner,
-    is_exact,
-    plan_route,
-    spmm,
-)
+from model_reach import is_exact, plan_route, record_states, spmm
+from model_reach_plan import ReachBlock, ReachedStates, ReachPlanner
 from tests.loops import DEAD, LEVELS, NUM_NODES, graph_of_9_nodes, make_batch
 from tests.sets import tables_of
 from tests.template.models import full_model
@@ -92,7 +86,7 @@ def test_nodes_at_a_level_change_the_same_states_as_deleted_nodes_and_live(graph
     perturbed = [[node for node, level in nodes.items() if level != 1] for nodes in LEVELS]
     expected = reach_by_a_loop(edges_of(graph), perturbed, DEAD, 3)
     for _ in range(2):  # a batch must not leave its levels in the planner's memory
-        (block,) = planner(make_batch(shared, LEVELS)).plan.blocks
+        (block,) = planner(make_batch(shared, LEVELS)).plan
         assert [states_of(layer, len(LEVELS)) for layer in block.layers] == expected
         planner(make_batch(shared, [{}]))
 
@@ -103,7 +97,7 @@ def test_reached_states_equal_a_plain_loop(graph, shared, order):
     planner = planner_of(shared, 3)
     for sets in (SETS, SETS[::-1], [[]], [], SETS * 9)[::order]:
         expected = reach_by_a_loop(edges_of(graph), sets, sets, 3)
-        blocks = planner(make_batch(shared, sets)).plan.blocks
+        blocks = planner(make_batch(shared, sets)).plan
         for depth in range(3):
             reached = []
             for block in blocks:
@@ -123,7 +117,7 @@ def dense_sums(block: ReachBlock, depth: int) -> Tensor:
 
 def test_a_plan_contains_the_weight_of_each_edge_from_a_sender(graph, shared):
     """The factor of a weight is 1 - level for a perturbed node, and level for a reached node."""
-    (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).plan.blocks
+    (block,) = planner_of(shared, 2)(make_batch(shared, LEVELS)).plan
     num_relations = len(shared.relations)
     weights = torch.zeros(num_relations, NUM_NODES, NUM_NODES)  # [relation, source, target]
     for r, (edges, weight) in enumerate(
@@ -165,7 +159,7 @@ def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, s
     """The states of all nodes in a block must fit in memory."""
     monkeypatch.setattr(ReachPlanner, "STATES", states)
     batch = make_batch(shared, (SETS * 7)[:7])
-    blocks = ReachPlanner(shared, 1).plan(batch).blocks
+    blocks = ReachPlanner(shared, 1).plan(batch)
     assert [block.num_samples for block in blocks] == sizes
     assert torch.cat([shared.levels(block) for block in blocks], dim=1).equal(shared.levels(batch))
 
@@ -175,7 +169,7 @@ def test_blocks_are_small_if_knock_outs_change_many_states(shared, monkeypatch, 
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "REACHED", reached)
     planner, _ = plan_route(shared, dataset, "reach", 2)
-    sizes = [of_block.num_samples for of_block in planner.plan(make_batch(shared, SETS)).blocks]
+    sizes = [of_block.num_samples for of_block in planner.plan(make_batch(shared, SETS))]
     assert sizes == [min(block, len(SETS))] * max(1, len(SETS) // block)
     intact = KnockoutDataset(tables_of([[]] * 3, torch.zeros(3)), shared.degree)
     assert plan_route(shared, intact, "reach", 2)[0].block == block
@@ -198,7 +192,7 @@ def test_the_route_depends_on_the_number_of_states_that_change(shared, monkeypat
     for route, planned in (("shared", 1), ("reach", 3)):
         planner, line = plan_route(shared, dataset, route, 3)
         assert line.endswith(f"; message_passing={route}") and planner.num_layers == planned
-        reached = sum(len(block.layers[0].node) for block in planner.plan(batch).blocks)
+        reached = sum(len(block.layers[0].node) for block in planner.plan(batch))
         assert f" changes {100 * reached / (len(SETS) * NUM_NODES):.2g}" in line
 
 
@@ -208,11 +202,11 @@ def test_on_a_gpu_auto_has_no_plan_and_reach_has_one_block(shared, monkeypatch):
     dataset = KnockoutDataset(tables_of(sets, torch.zeros(len(sets))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "EDGES_PER_NODE", 99.0)
     planner, line = plan_route(shared, dataset, "auto", 3)
-    assert line.endswith("message_passing=reach") and len(planner.plan(batch).blocks) > 1
+    assert line.endswith("message_passing=reach") and len(planner.plan(batch)) > 1
     monkeypatch.setattr(SharedGraph, "device", torch.device("cuda"))
     assert plan_route(shared, dataset, "auto", 3) == (None, "message_passing=shared")
     planner, line = plan_route(shared, dataset, "reach", 3)
-    assert line.endswith("message_passing=reach") and len(planner.plan(batch).blocks) == 1
+    assert line.endswith("message_passing=reach") and len(planner.plan(batch)) == 1
 
 
 def test_a_block_of_samples_fits_in_the_cache_and_is_not_empty(shared):
@@ -231,8 +225,10 @@ def tiny_model(readout: str) -> KnockoutGNN:
 
 
 def is_planned_exactly(model: KnockoutGNN, shared: SharedGraph, num_layers: int) -> bool:
-    """Returns the result of `is_exact`, which replaces the samples: here, they are intact."""
-    return is_exact(model, shared, make_batch(shared, [{}] * 3), planner_of(shared, num_layers))
+    """Returns whether plans fit a model. `is_exact` replaces the samples: here, they are intact."""
+    return record_states(model) and is_exact(
+        model, shared, make_batch(shared, [{}] * 3), planner_of(shared, num_layers)
+    )
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -263,8 +259,8 @@ def test_a_plan_is_not_exact_for_an_edited_layer(
     """This must be detected even if the edit uses a parameter or buffer that is 0 at the start."""
     add = KnockoutConv.add
 
-    def squared(layer, x, h, update, record) -> Tensor:
-        return add(layer, x, h, update + layer.more * update.square(), record)
+    def squared(layer, x, update) -> Tensor:
+        return add(layer, x, update + layer.more * update.square())
 
     model = tiny_model(readout)
     for layer in (model.encoder.first, *model.encoder.layers):
@@ -276,9 +272,21 @@ def test_a_plan_is_not_exact_for_an_edited_layer(
     assert not is_planned_exactly(model, shared, num_layers)
 
 
+def test_a_plan_is_not_used_if_a_layer_does_not_call_its_activation(shared, monkeypatch):
+    """The hooks on the activation then record nothing."""
+    monkeypatch.setattr(KnockoutConv, "add", lambda layer, x, update: x + update.relu())
+    assert not is_planned_exactly(tiny_model("both"), shared, 2)
+
+
+def test_a_plan_is_not_used_if_a_layer_lacks_a_module(shared):
+    model = tiny_model("both")
+    del model.encoder.first.gate
+    assert not is_planned_exactly(model, shared, 2)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_plan_is_not_exact_for_a_different_class_of_layer(shared, number):
-    """Such a layer does not have to record its states."""
+    """Such a layer does not need the modules of a `KnockoutConv`."""
 
     class OwnConv(torch.nn.Linear):
         def forward(self, x: Tensor, *arguments: object) -> Tensor:

@@ -35,8 +35,8 @@ def test_the_plan_is_not_used_if_an_edited_layer_does_not_fit_it(monkeypatch, ca
     task = KnockoutTask.from_tables(additive_tables(0.1), Config())
     add = KnockoutConv.add
 
-    def squared(layer, x, h, update, record):
-        return add(layer, x, h, update + update.square(), record)
+    def squared(layer, x, update):
+        return add(layer, x, update + update.square())
 
     monkeypatch.setattr(KnockoutConv, "add", squared)
     task.check_plan(task.build_model())
