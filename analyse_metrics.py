@@ -167,7 +167,7 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     prediction = rows.prediction
     weight = rows.row_weight
     each = {}
-    for metric in (metrics.mse, metrics.r2, metrics.pearson, metrics.spearman):
+    for metric in (metrics.mse, r2, metrics.pearson, metrics.spearman):
         each[metric.__name__] = metric(y, prediction, weight)
     each |= metrics.metrics_beside_rivals(y, rows.predictions, rows.rivals, weight, with_pearson())
     if "sd" in rows.predictions:
@@ -303,6 +303,13 @@ def noise_ceiling(y: Tensor, sd: Tensor, weight: Tensor | float) -> Tensor:
     ceiling = 1 - noise / std.square()
     varies = ~metrics.pearson(y, y).isnan()
     return ceiling.where(varies & (ceiling > 0), math.nan)
+
+
+def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
+    """Returns R2, the explained share of the variance, [T]; nan for a target with constant y."""
+    _, std = metrics.mean_and_std(y, weight)
+    is_defined = ~metrics.pearson(y, prediction, weight).isnan()
+    return (1 - metrics.mse(y, prediction, weight) / std.square()).where(is_defined, math.nan)
 
 
 def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:

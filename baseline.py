@@ -65,10 +65,9 @@ class Baseline:
         notes = []
         if not self.is_combined:
             notes.append("the table is large, so the baseline is a plain sum of effects")
-        if task.config.model.readout == "global" or task.criterion.starts_from_mean:
+        if task.config.model.readout == "global":
             notes.append(
-                "with this model.readout or optim.loss, training starts from the mean, not from "
-                "the baseline"
+                "with model.readout=global, training starts from the mean, not from the baseline"
             )
         return notes
 
@@ -543,7 +542,7 @@ def baseline_term(task: Any) -> WithoutGraph:
     """
     tables = task.tables
     readout = BaselineReadout(len(tables.genes), len(tables.targets), task.basis.size(1))
-    if task.baseline is not None and not task.criterion.starts_from_mean:
+    if task.baseline is not None:
         criterion = task.criterion.to("cpu")
         readout.start_from(task.baseline, criterion.mean, criterion.std)
     if task.config.model.readout == "nodes":

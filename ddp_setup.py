@@ -43,7 +43,6 @@ log = logging.getLogger("ddp_setup")
 log.addHandler(logging.NullHandler())  # without it, the preflight would print errors twice
 
 group_numbers = itertools.count()  # numbers the process groups that this process joins
-NO_COLLECTIVE = "a collective within sync_errors would hang if a rank has failed: move it out"
 AGREEMENT_S = 0.5  # approximate seconds between two agreements of the ranks on whether to stop
 
 
@@ -100,7 +99,6 @@ class Distributed:
         self.stop: StopRequest | None = None  # set by `stop_on_request`
         # A function that is called with the reason if the job fails.
         self.on_failure: Callable[[str], None] | None = None
-        self.syncs_errors = False  # whether this rank is inside a block of `sync_errors`
         self.heartbeat = Heartbeat()
         self.last_phase = ""  # the phase that was entered last
         self.agreed_at = 0.0  # time of the last agreement on whether to stop
@@ -213,7 +211,6 @@ class Distributed:
         return self._reduce(values.clone(), dist.ReduceOp.SUM)
 
     def _reduce(self, values: Tensor, op: dist.ReduceOp) -> Tensor:
-        assert not self.syncs_errors, NO_COLLECTIVE
         if self.is_distributed:
             with self.phase("agreement"):
                 dist.all_reduce(values, op)
@@ -224,7 +221,6 @@ class Distributed:
 
         The value must be picklable. The values of the other ranks are ignored.
         """
-        assert not self.syncs_errors, NO_COLLECTIVE
         values = [value]
         if self.is_distributed:
             dist.broadcast_object_list(values, source)
@@ -235,7 +231,6 @@ class Distributed:
 
         Every rank gets the same list. The values must be picklable.
         """
-        assert not self.syncs_errors, NO_COLLECTIVE
         values = [value] * self.world_size
         if self.is_distributed:
             dist.all_gather_object(values, value)
@@ -250,15 +245,13 @@ class Distributed:
         every rank raises the error of the lowest of them. An `OSError` with a file name is
         converted to a `UserError`. Any other exception is raised only on its own rank.
 
+        The block must not contain a collective or another such block, because the other ranks would
+        wait in it for a rank that has failed.
+
         Args:
             phase: the name of the block in reports of hangs.
-
-        Raises:
-            AssertionError: the block contains a collective or another such block.
         """
         problem = None
-        is_within = self.syncs_errors
-        self.syncs_errors = True
         try:
             with self.phase(phase):
                 yield
@@ -268,8 +261,6 @@ class Distributed:
             if error.filename is None:
                 raise
             problem = UserError(f"cannot use {error.filename}: {reason_of(error)}")
-        finally:
-            self.syncs_errors = is_within
         ranks_left = torch.tensor(self.world_size - self.rank if problem else 0)
         # The tensor is on the CPU, because this rank may not have a GPU.
         most = int(self._reduce(ranks_left, dist.ReduceOp.MAX))

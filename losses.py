@@ -30,9 +30,6 @@ class Criterion:
     # scale of the scores.
     link = ""
     is_binary = False  # whether scores are 0 and 1, and predictions are probabilities of 1
-    # True if training must start from the mean, because the first column does not have the unit of
-    # the baseline.
-    starts_from_mean = False
 
     def __init__(self, mean: Tensor, std: Tensor):
         self.mean = mean

@@ -71,13 +71,6 @@ def mse(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return mean_present((prediction - y).square(), y, weight)
 
 
-def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
-    """Returns R2, the explained share of the variance, [T]; nan for a target with constant y."""
-    _, std = mean_and_std(y, weight)
-    is_defined = ~pearson(y, prediction, weight).isnan()
-    return (1 - mse(y, prediction, weight) / std.square()).where(is_defined, math.nan)
-
-
 def pearson(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns Pearson's r, [T].
 

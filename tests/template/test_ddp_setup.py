@@ -185,34 +185,6 @@ def test_a_ddp_module_does_not_outlive_its_group():
     ddp.close()
 
 
-def enter_block(ddp: Distributed) -> None:
-    with ddp.sync_errors():
-        pass
-
-
-@pytest.mark.parametrize(
-    "collective",
-    [
-        lambda ddp: ddp.gather(1),
-        lambda ddp: ddp.broadcast(1),
-        lambda ddp: ddp.sum(torch.ones(1)),
-        lambda ddp: ddp.stop_reason(),
-        lambda ddp: ddp.check_equal({"a": 1}),
-        enter_block,
-    ],
-    ids=["gather", "broadcast", "sum", "stop_reason", "check_equal", "sync_errors"],
-)
-def test_a_collective_within_sync_errors_is_an_error(collective):
-    """This also holds for one process, where it would not hang. Other blocks can follow."""
-    ddp = Distributed(DDPConfig())
-    mistake = pytest.raises(AssertionError, match="a collective within sync_errors")
-    with mistake, ddp.sync_errors():
-        collective(ddp)
-    with ddp.sync_errors():
-        pass
-    assert ddp.gather(1) == [1]
-
-
 # ---- Agreements and heartbeats -----------------------------------------------------------------
 class SimulatedRanks:
     """Ranks in one process, with a simulated clock. Their agreements are computed in turn."""

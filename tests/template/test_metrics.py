@@ -10,10 +10,7 @@ import torch
 
 import metrics
 import task
-from analyse_metrics import (
-    average_precision,
-    target_metrics,
-)
+from analyse_metrics import average_precision, r2, target_metrics
 from data import training_mean_and_std
 from errors import UserError
 from losses import LOSSES
@@ -26,7 +23,6 @@ from metrics import (
     mse,
     pearson,
     quality,
-    r2,
     rank,
     spearman,
 )

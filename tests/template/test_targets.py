@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from analyse_metrics import target_metrics
+from analyse_metrics import r2, target_metrics
 from analyse_results import read_results
 from baseline import PENALTIES, TARGETS_AT_ONCE, additive_baseline
 from config import Config
@@ -15,7 +15,7 @@ from data import DataConfig, KnockoutDataset, load
 from data_tables import Tables
 from errors import DataError, UserError
 from losses import LOSSES
-from metrics import mean_and_std, pearson, r2
+from metrics import mean_and_std, pearson
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.tables import (

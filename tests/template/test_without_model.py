@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from analyse import table_of_rivals
-from analyse_metrics import metrics_of_rivals, with_rivals
+from analyse_metrics import metrics_of_rivals, r2, with_rivals
 from analyse_rivals import pair_rival, pair_terms, rivals
 from baseline import additive_baseline
 from data_tables import Tables
-from metrics import pearson, r2
+from metrics import pearson
 from tests.sets import pack_levels
 from tests.template.tables import combined_tables
 from tests.template.tasks import predictions_of
