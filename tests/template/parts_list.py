@@ -110,7 +110,7 @@ PARTS = [
     ),
     Part(
         "reach",
-        ("model_reach.py",),
+        ("model_reach.py", "model_reach_*.py"),
         loss="a CPU computes the states of all nodes in all layers; fp32 results differ in their "
         "last digits",
     ),
