@@ -161,6 +161,9 @@ class KnockoutTask:
         sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
         unseen = tables.unseen_share("val")  # the fraction of nodes that a training step hides
         model = KnockoutGNN(options, *sizes, unseen, self.basis, len(self.criterion.columns))
+        reach = optional("model_reach")
+        if reach is not None and self.dataset.transform is not None:
+            reach.record_states(model)
         # The output is the sum of these terms. Append your own terms at the end.
         terms = model.terms
         hidden = options.hidden
@@ -182,9 +185,6 @@ class KnockoutTask:
             terms["knockout"] = node_readout(self)
         elif options.has_knockout_pass:
             terms["knockout"] = GlobalReadout(len(tables.genes), hidden, self.num_outputs)
-        reach = optional("model_reach")
-        if reach is not None and self.dataset.transform is not None:
-            reach.record_states(model)
         return model
 
     @property
