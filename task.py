@@ -161,12 +161,12 @@ class KnockoutTask:
         sizes = (len(tables.genes), len(tables.relations), tables.features.size(1))
         unseen = tables.unseen_share("val")  # the fraction of nodes that a training step hides
         model = KnockoutGNN(options, *sizes, unseen, self.basis, len(self.criterion.columns))
-        reach = optional("model_reach")
-        if reach is not None and self.dataset.transform is not None:
-            reach.record_states(model)
         # The output is the sum of these terms. Append your own terms at the end.
         terms = model.terms
         hidden = options.hidden
+        reach = optional("model_reach")
+        if reach is not None and self.dataset.transform is not None:
+            reach.record_states(model)
         if options.start == "baseline" and options.readout != "global":
             from baseline import baseline_term  # an optional part
 
