@@ -106,6 +106,7 @@ class Distributed:
         self.steps_between = 1  # number of steps from the last agreement to the next
         # Number of seconds without progress after which a watchdog ends the job.
         self.limit_s = config.startup_timeout_s
+        self.num_pieces = 1  # number of pieces into which evaluate.py splits a batch
         self.seconds = defaultdict(float)  # number of seconds spent in each phase
         self.command = sys.argv  # the command line, for records
         self.cleanup = contextlib.ExitStack()  # `close` calls its callbacks in reverse order

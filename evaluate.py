@@ -3,9 +3,10 @@
 `predict_rows` and `compute_rows` are collectives: all ranks must call them. Each rank computes its
 share of the rows, and every rank gets the results of all rows.
 
-Shapes: n rows, B samples in a batch, T scores of C columns each.
+Shapes: N nodes, n rows, B samples in a batch, T scores of C columns each.
 """
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -19,15 +20,25 @@ from ddp_setup import Distributed
 from run_progress import progress_bar
 from task import KnockoutTask
 
+log = logging.getLogger("evaluate")
 # Number of samples that are predicted at once if each needs little memory. Larger batches need
 # fewer kernel launches.
 LARGE_BATCH = 8192
+# Largest number of levels, N * B, in such a batch. In float32, they take 256 MiB.
+MOST_LEVELS = 2**26
 
 
 def evaluation_batch_size(task: KnockoutTask) -> int:
-    """Returns the number of samples that are predicted at once, over all ranks."""
+    """Returns the number of samples that are predicted at once, over all ranks.
+
+    A knock-out pass needs the levels of all nodes in each sample, so large graphs have small
+    batches.
+    """
     batch_size = task.config.data.batch_size
-    return max(batch_size, LARGE_BATCH) if task.is_cheap_per_sample else batch_size
+    size = LARGE_BATCH if task.is_cheap_per_sample else batch_size
+    if task.graph is not None and task.config.model.has_knockout_pass:
+        size = min(size, MOST_LEVELS // task.graph.num_nodes)
+    return max(size, batch_size)
 
 
 def predict_rows(model: nn.Module, task: KnockoutTask, rows: Tensor, ddp: Distributed) -> Tensor:
@@ -68,40 +79,36 @@ def compute_rows(
     values = torch.zeros(len(rows), *shape, dtype=torch.float64, device=ddp.device)
     values_of_rank = values[ddp.rank :: ddp.world_size]  # a view of `values`
     start = 0
-    num_pieces = 1  # number of pieces into which a batch is split
     for batch in progress_bar(loader, "predicting", unit="batch", is_shown=ddp.rank == 0):
         with ddp.phase("evaluation"):
             if ddp.stop and ddp.stop.code():  # all ranks will stop and discard the result
                 break
-            of_batch, num_pieces = in_pieces(function, batch, num_pieces, dataset, ddp)
+            of_batch = in_pieces(function, batch, dataset, ddp)
             values_of_rank[start : start + len(of_batch)] = of_batch
             start += len(of_batch)
     return ddp.sum(values).cpu()
 
 
 def in_pieces(
-    function: Callable[[Data], Tensor],
-    batch: Data,
-    num_pieces: int,
-    dataset: Dataset,
-    ddp: Distributed,
-) -> tuple[Tensor, int]:
-    """Returns a function's values for a batch, and the number of pieces that it was split into.
+    function: Callable[[Data], Tensor], batch: Data, dataset: Dataset, ddp: Distributed
+) -> Tensor:
+    """Returns a function's values for a batch, which is split into `ddp.num_pieces` pieces.
 
-    If a piece does not fit in the memory, the number of pieces is doubled.
+    If a piece does not fit in the memory, the number of pieces is doubled, also for later batches.
     """
     rows = batch.index  # on the CPU, because the batch has not been moved
     pieces = [batch]
     while True:
-        if num_pieces > 1:
-            pieces = (dataset.__getitems__(piece.tolist()) for piece in rows.chunk(num_pieces))
+        if ddp.num_pieces > 1:
+            pieces = (dataset.__getitems__(piece.tolist()) for piece in rows.chunk(ddp.num_pieces))
         try:
             values = [function(piece.to(ddp.device, non_blocking=True)) for piece in pieces]
-            return torch.cat(values), num_pieces
+            return torch.cat(values)
         except torch.OutOfMemoryError:
-            if num_pieces >= len(rows):
+            if ddp.num_pieces >= len(rows):
                 raise
         # This must be outside `except`, because the error refers to all tensors of the failed call,
         # so their memory cannot be freed before.
         torch.cuda.empty_cache()
-        num_pieces *= 2
+        ddp.num_pieces *= 2
+        log.warning(f"note      memory ran out, so batches are split into {ddp.num_pieces} pieces")
