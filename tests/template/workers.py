@@ -271,7 +271,8 @@ def simulate_gpus(count: int, uuid: str = "") -> None:
 def fake_gpus() -> None:
     """On simulated GPUs, operators raise errors like real GPUs, and empty tensors are nan.
 
-    Replayed updates give the same results as eager updates.
+    An operator must not overwrite pinned memory that a GPU may still read. Replayed updates give
+    the same results as eager updates.
     """
     from tests.template import gpu_graphs
     from tests.tools import fake_gpu
@@ -337,6 +338,23 @@ def fake_gpus() -> None:
             with pytest.raises(RuntimeError, match="the host waits for the GPU"):
                 wait()
                 raise AssertionError(name)
+    writes = {
+        "copy_": lambda: pinned.copy_(on_cpu),
+        "a view": lambda: pinned[1:].add_(1),
+        "out": lambda: torch.add(on_cpu, 1, out=pinned),
+        "a list": lambda: torch._foreach_zero_([on_cpu, pinned]),
+    }
+    with fake_gpu.no_waiting(may_wait=True):
+        first.sum().item()  # does not count, because it could be rarer on a real GPU
+    for name, write in writes.items():
+        with pytest.raises(RuntimeError, match=r"workers.py, line \d+: aten.* to pinned memory"):
+            write()
+            raise AssertionError(name)
+    pinned = on_cpu.pin_memory()  # new memory, as for each batch of a loader
+    pinned.zero_()
+    pinned.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    pinned.zero_()
     fresh = [first.new_empty(2), torch.empty_like(first), torch.empty(2, device="cuda:0")]
     assert torch.cat(fresh).isnan().all()
     assert (torch.empty(2, dtype=torch.long, device="cuda") > 2**62).all()

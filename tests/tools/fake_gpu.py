@@ -11,16 +11,19 @@ The following raise an error:
 - an operator that mixes devices, as on a GPU
 - a copy from the host while steps are captured, as on a GPU
 - a replay that reads memory that has been freed; a GPU would read arbitrary numbers
+- an operator that writes to pinned memory while an asynchronous copy to a GPU may still read it
 - an operation that makes the host wait in an epoch. Only the first step, the log, checkpoints and
   the agreements of ranks may wait
 - in deterministic mode, an operation that is not deterministic on a GPU
 
-New memory contains nan, so that reading it before it is written becomes visible.
+New memory contains nan, so that reading it before it is written becomes visible. In the first
+evaluation, memory runs out once, so that the code for this case runs, too.
 
-The simulation cannot show memory use, streams, speed, NCCL, the limits and rounding of kernels, and
-`p.data = other`. It needs a build of torch for CPUs only. A library that `fake_gpu_library`
-compiles makes this torch believe that there are GPUs, and `GPUTensor` runs each operator on the CPU
-tensor that it contains.
+The simulation cannot show memory use, streams, speed, NCCL, an order of collectives that differs
+between ranks, the limits and rounding of kernels, `p.data = other`, and writes to pinned memory by
+NumPy or in other threads. It needs a build of torch for CPUs only. A library that
+`fake_gpu_library` compiles makes this torch believe that there are GPUs, and `GPUTensor` runs each
+operator on the CPU tensor that it contains.
 """
 
 # ruff: noqa: E402 (the library is loaded before torch is imported)
@@ -69,6 +72,8 @@ class State:
 
     current = 0  # number of the current GPU
     may_wait = True  # whether the host may wait for a GPU
+    is_watched = False  # whether an epoch or a capture is running
+    num_waits = 0  # how often the host has waited for a GPU outside epochs and captures
 
 
 class GPUTensor(Tensor):
@@ -144,6 +149,8 @@ class FakeGPUs(TorchDispatchMode):
         is_of_gpu = any(isinstance(value, GPUTensor) for value in tree_leaves((args, kwargs)))
         if is_of_gpu or is_gpu(kwargs.get("device")):
             return call(func, args, kwargs)
+        if func._schema.is_mutable and torch.Tag.inplace_view not in func.tags:
+            check_writes(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -247,7 +254,11 @@ def is_one_of(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def check_copy(name: str, args: tuple, kwargs: dict, device: torch.device) -> None:
-    """Calls `wait` if a copy between the host and a GPU is not asynchronous."""
+    """Calls `wait` if a copy between the host and a GPU is not asynchronous.
+
+    Otherwise, the GPU may read the memory of the source until the host waits. Waits in an epoch do
+    not count, because they are rarer on a real GPU: agreements of ranks depend on the time.
+    """
     source = args[1] if name == "aten.copy_.default" else args[0]
     if (source.device == CPU) == (device == CPU):
         return
@@ -256,6 +267,25 @@ def check_copy(name: str, args: tuple, kwargs: dict, device: torch.device) -> No
         wait(f"{name} from {source.device} to {device}")
     elif not hasattr(source.untyped_storage(), "is_pinned_here"):
         wait(f"{name} from memory that is not pinned")
+    else:
+        source.untyped_storage().waits_before_copy = State.num_waits
+
+
+def check_writes(func: Any, args: tuple, kwargs: dict) -> None:
+    """Raises `RuntimeError` if an operator writes to memory that a GPU may still read."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[number] if number < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(written):
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue
+            memory = tensor.untyped_storage()
+            if getattr(memory, "waits_before_copy", None) == State.num_waits:
+                raise RuntimeError(
+                    f"{place_in_project()}: {func} writes to pinned memory while an asynchronous "
+                    "copy to the GPU may still read it: write to new memory instead"
+                )
 
 
 def is_gpu(device: Any) -> bool:
@@ -284,26 +314,39 @@ def pinned(tensor: Tensor) -> Tensor:
 def no_waiting(may_wait: bool = False) -> Iterator[None]:
     """Makes operators that wait for a GPU raise in the `with` block, unless `may_wait` is set."""
     before = State.may_wait
+    was_watched = State.is_watched
     State.may_wait = may_wait
+    State.is_watched = True
     try:
         yield
     finally:
         State.may_wait = before
+        State.is_watched = was_watched
 
 
 def wait(name: str) -> None:
     """Reports that the operation `name` waits for a GPU; raises `RuntimeError` if it must not."""
+    if not State.is_watched:
+        State.num_waits += 1
     if State.may_wait:
         return
+    place = place_in_project()
+    if place:
+        raise RuntimeError(f"{place}: the host waits for the GPU in an epoch or a capture ({name})")
+
+
+def place_in_project() -> str:
+    """Returns the file and the line of this project that called the current operator.
+
+    Returns "" if DDP called it, because gloo reads gradients on the CPU, unlike NCCL.
+    """
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.endswith("nn/parallel/distributed.py"):
-            return  # DDP waits because gloo reads gradients on the CPU, unlike NCCL
+            return ""
         is_ours = frame.filename.startswith(ROOT) and "site-packages" not in frame.filename
         if is_ours and frame.filename != __file__:
-            raise RuntimeError(
-                f"{Path(frame.filename).name}, line {frame.lineno}: the host waits for the GPU in "
-                f"an epoch or a capture ({name})"
-            )
+            return f"{Path(frame.filename).name}, line {frame.lineno}"
+    return ""
 
 
 # ---- torch, and the template ---------------------------------------------------------------------
@@ -417,6 +460,7 @@ def sparse_csr_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def replace_in_template() -> None:
     """Replaces CUDA graphs with simulated ones, and watches epochs and captures for waits."""
+    import evaluate
     import train
     from ddp_setup import Distributed
     from run_folder import RunFolder
@@ -438,6 +482,7 @@ def replace_in_template() -> None:
     graphs.Recording.__enter__ = start
     graphs.Recording.__exit__ = end
 
+    evaluate.in_pieces = running_out_of_memory(evaluate.in_pieces)
     train.train_epoch = watched(train.train_epoch, may_wait=[])
     # The first step may wait, because it creates much of the state.
     train.train_step = watched(train.train_step, may_wait=[True])
@@ -456,6 +501,26 @@ def watched(function: Callable[..., Any], may_wait: Iterable[bool]) -> Callable[
     def replacement(*arguments: Any, **options: Any) -> Any:
         with no_waiting(next(answers, False)):
             return function(*arguments, **options)
+
+    return replacement
+
+
+def running_out_of_memory(in_pieces: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns the function of evaluate.py, for which memory runs out once, in its first batch."""
+    fails = iter([True])
+
+    def replacement(function: Callable[..., Tensor], batch: Any, *others: Any) -> Tensor:
+        can_be_split = len(batch.index) > 1
+
+        def function_of_piece(piece: Any) -> Tensor:
+            values = function(piece)
+            if can_be_split and next(fails, False):
+                raise torch.OutOfMemoryError(
+                    "tried to allocate 1 GiB: simulated once, in the first evaluation"
+                )
+            return values
+
+        return in_pieces(function_of_piece, batch, *others)
 
     return replacement
 
