@@ -5,17 +5,35 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.causes import causes_of, suspects
 
 ROOT = Path(__file__).resolve().parents[1]
 pytest_plugins = ["tests.options"]
 # A folder of tests may have a module `fixtures`, whose fixtures all tests can use.
 for _path in (ROOT / "tests").glob("*/fixtures.py"):
     pytest_plugins.append(f"tests.{_path.parent.name}.fixtures")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds usual causes to the report of a failed test, and parts of its fixture `model`."""
+    report = yield
+    if report.failed:
+        causes = causes_of(f"{report.longreprtext}\n{report.capstderr}")
+        model = item.funcargs.get("model")
+        if isinstance(model, torch.nn.Module) and suspects(model):
+            causes.append(f"Check these parts of the model: {', '.join(suspects(model))}.")
+        if causes:
+            report.sections.append(("Usual cause", "\n".join(causes)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +62,8 @@ def run_here() -> Callable[..., None]:
             torch.set_num_threads(1)
             try:
                 assert main(arguments) == 0, (
-                    f"{command}.py failed. Its error message is in the captured stderr below."
+                    f"{command}.py failed. Its error message is in the captured stderr of the "
+                    "first test that failed."
                 )
             finally:
                 torch.set_num_threads(num_threads)

@@ -24,6 +24,7 @@ from data_tables import Tables
 from errors import DataError
 from parts import is_here
 from task import KnockoutTask, make_dataset
+from tests.causes import assert_close, suspects
 from tests.few_rows import few_rows
 from tests.sets import pack_levels, pack_sets
 from tests.syncs import CountSynchronisations
@@ -133,11 +134,6 @@ def sets(tables):
     return [*by_size.values(), *rows[:3], []]
 
 
-def because(cause: str) -> Callable[[str], str]:
-    """Returns the `msg` of `assert_close` that adds a usual cause to torch's own message."""
-    return lambda message: f"{message}\n\n{cause}"
-
-
 def test_splits_do_not_overlap_and_perturbed_nodes_are_in_the_graph(tables):
     splits = [tables.rows(split) for split in ("train", "val", "test")]
     assert sum(map(len, splits)) == len(torch.cat(splits).unique()) <= len(tables.y), (
@@ -204,16 +200,41 @@ def test_metrics_are_larger_for_better_predictions(task):
         )
 
 
+def numbers_of(model: nn.Module) -> dict[str, object]:
+    """Returns {name: value} of the buffers of a model, and of its attributes that are numbers."""
+    numbers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float):
+                numbers[f"{path}.{name}"] = value
+    return numbers
+
+
 @pytest.mark.parametrize("is_training", [False, True])
-def test_outputs_do_not_depend_on_the_scores_and_weights(model, graph, batch_of, sets, is_training):
+def test_outputs_do_not_depend_on_earlier_batches_scores_and_weights(
+    model, graph, batch_of, sets, is_training
+):
     model.train(is_training)
     batch = batch_of(sets)
+    before = numbers_of(model)
     expected = model(graph, batch)
+    changed = [name for name, value in numbers_of(model).items() if value != before.get(name)]
+    assert_close(
+        model(graph, batch),
+        expected,
+        "A second pass of the same batch gives different outputs. Usually the model contains "
+        "`nn.Dropout` (draw from `batch.seed` with `uniform` of model.py), or `forward` changes a "
+        f"buffer or an attribute, which then differs between ranks. Changed here: {changed}.",
+        tolerance=0,
+    )
     batch.y = 5 - batch.y
     batch.weight = 3 * batch.weight
-    assert torch.equal(model(graph, batch), expected), (
+    assert_close(
+        model(graph, batch),
+        expected,
         "The output changes with the scores or weights of the batch, which are unknown in "
-        "predictions. Usually `forward` reads `batch.y` or `batch.weight`: only the loss may."
+        "predictions. Usually `forward` reads `batch.y` or `batch.weight`: only the loss may.",
+        tolerance=0,
     )
 
 
@@ -276,13 +297,10 @@ def test_all_routes_of_message_passing_give_the_same_predictions(
     expected = model(graph, batch_of(sets))
     dataset, _ = make_dataset(task.tables, graph, task.config)
     planned = model(graph, batch_of(sets, dataset.transform))
-    torch.testing.assert_close(planned, expected, rtol=1e-9, atol=1e-9, msg=because(OF_PLAN))
+    assert_close(planned, expected, OF_PLAN)
     on_copies = model_on_copies(task, model)
     if on_copies is not None:
-        prediction = on_copies(graph, batch_of(sets))
-        torch.testing.assert_close(
-            prediction, expected, rtol=1e-9, atol=1e-9, msg=because(OF_COPIES)
-        )
+        assert_close(on_copies(graph, batch_of(sets)), expected, OF_COPIES)
 
 
 def test_predictions_do_not_depend_on_the_batch_or_the_order_of_nodes(model, graph, batch_of, sets):
@@ -291,38 +309,26 @@ def test_predictions_do_not_depend_on_the_batch_or_the_order_of_nodes(model, gra
     together = model(graph, batch_of(sets))
     backwards = model(graph, batch_of(sets[::-1]))
     alone = torch.cat([model(graph, batch_of([nodes])) for nodes in sets])
-    torch.testing.assert_close(
+    assert_close(
         together,
         alone,
-        rtol=1e-9,
-        atol=1e-9,
-        msg=because(
-            "A prediction depends on the other samples of its batch. Usually the model contains "
-            "BatchNorm, or a sum or a mean over the samples."
-        ),
+        "A prediction depends on the other samples of its batch. Usually the model contains "
+        "BatchNorm, or a sum or a mean over the samples.",
     )
-    torch.testing.assert_close(
+    assert_close(
         together,
         backwards.flip(0),
-        rtol=1e-9,
-        atol=1e-9,
-        msg=because(
-            "A prediction depends on the position of its sample in the batch. Usually the model "
-            "does not use `batch.perturbed_batch` or `batch.perturbed_ptr` to find the nodes of a "
-            "sample."
-        ),
+        "A prediction depends on the position of its sample in the batch. Usually the model "
+        "does not use `batch.perturbed_batch` or `batch.perturbed_ptr` to find the nodes of a "
+        "sample.",
     )
     batch = batch_of(sets[:1])
     batch.perturbed = batch.perturbed.flip(0)
-    torch.testing.assert_close(
+    assert_close(
         model(graph, batch),
         alone[:1],
-        rtol=1e-9,
-        atol=1e-9,
-        msg=because(
-            "A prediction depends on the order in which a row lists its nodes. Usually the model "
-            "concatenates the states of the perturbed nodes, or reads only one of them: sum them."
-        ),
+        "A prediction depends on the order in which a row lists its nodes. Usually the model "
+        "concatenates the states of the perturbed nodes, or reads only one of them: sum them.",
     )
 
 
@@ -360,15 +366,11 @@ def test_level_1_means_intact_and_all_routes_agree_on_other_levels(task, graph, 
         first = samples_of(task.tables, [nodes] * len(sets))
         alone.append(model(graph, dataset_of(task, first).__getitems__([0])))
     alone = torch.cat(alone)
-    torch.testing.assert_close(
+    assert_close(
         alone[0],
         alone[1],
-        rtol=1e-9,
-        atol=1e-9,
-        msg=because(
-            "A sample with a node at level 1 must have the same prediction as an intact sample. "
-            "Usually the model reads `batch.perturbed`, but not `batch.level`."
-        ),
+        "A sample with a node at level 1 must have the same prediction as an intact sample. "
+        "Usually the model reads `batch.perturbed`, but not `batch.level`.",
     )
     different = torch.cdist(alone[1:5], alone[1:5]) > 1e-9
     assert different.sum() == 4 * 3, (
@@ -379,12 +381,10 @@ def test_level_1_means_intact_and_all_routes_agree_on_other_levels(task, graph, 
     dataset, _ = make_dataset(task.tables, graph, task.config)
     dataset.tables = samples_of(task.tables, sets)
     planned = model(graph, dataset.__getitems__(range(len(sets))))
-    torch.testing.assert_close(planned, predictions, rtol=1e-9, atol=1e-9, msg=because(OF_PLAN))
+    assert_close(planned, predictions, OF_PLAN)
     on_copies = model_on_copies(task, model)
     if on_copies is not None:
-        torch.testing.assert_close(
-            on_copies(graph, batch), predictions, rtol=1e-9, atol=1e-9, msg=because(OF_COPIES)
-        )
+        assert_close(on_copies(graph, batch), predictions, OF_COPIES)
 
 
 def test_every_parameter_gets_a_finite_gradient(task, model, graph, batch_of, sets):
@@ -502,11 +502,13 @@ def test_state_dict_contains_everything_that_predictions_depend_on(
         "parameters."
     )
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    prediction = other(graph, batch)
-    assert torch.equal(prediction, expected), (
-        "A model that has loaded the state dict makes different predictions. Usually a tensor that "
-        "was computed from the tables is a plain attribute of the model: make it a buffer with "
-        "`register_buffer`."
+    assert_close(
+        other(graph, batch),
+        expected,
+        "A model that has loaded the state dict makes different predictions. Usually a tensor is a "
+        "plain attribute of the model, or a list contains layers: use `register_buffer` or "
+        f"`nn.ModuleList`. Check these parts of the model: {suspects(model)}.",
+        tolerance=0,
     )
 
 

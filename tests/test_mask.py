@@ -3,13 +3,12 @@
 If a test fails, mask.py or mask_product.py was usually changed: compare it with tests/loops.py.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch_geometric.data import HeteroData
 
 from mask import SharedGraph
+from tests.causes import assert_close
 from tests.loops import (
     DEAD,
     LEVELS,
@@ -20,11 +19,6 @@ from tests.loops import (
     make_batch,
 )
 from tests.syncs import CountSynchronisations
-
-
-def because(cause: str) -> Callable[[str], str]:
-    """Returns the `msg` of `assert_close` that adds a usual cause to torch's own message."""
-    return lambda message: f"{message}\n\n{cause}"
 
 
 @pytest.fixture
@@ -105,28 +99,22 @@ def test_messages_are_states_times_level_gate_and_normalised_weight(graph):
     expected = torch.einsum("rts,sb,sbh,rh->tbh", matrices, level, x, gate)
     sums = shared.propagate(x, gate, level=shared.levels(batch))
     upstream = torch.randn_like(sums)
-    torch.testing.assert_close(
+    assert_close(
         sums,
         expected,
-        rtol=1e-6,
-        atol=1e-6,
-        msg=because(
-            "The sums over neighbours are wrong. Usually `SharedGraph.propagate`, or the "
-            "normalisation of the weights in `SharedGraph.__init__`, was changed."
-        ),
+        "The sums over neighbours are wrong. Usually `SharedGraph.propagate`, or the "
+        "normalisation of the weights in `SharedGraph.__init__`, was changed.",
+        tolerance=1e-6,
     )
     gradients = torch.autograd.grad(sums, (x, gate), upstream)
     references = torch.autograd.grad(expected, (x, gate), upstream)
     for gradient, reference in zip(gradients, references, strict=True):
-        torch.testing.assert_close(
+        assert_close(
             gradient,
             reference,
-            rtol=1e-6,
-            atol=1e-6,
-            msg=because(
-                "The sums are right, but a gradient is wrong. Usually the backward pass in "
-                "mask_product.py does not match its forward pass."
-            ),
+            "The sums are right, but a gradient is wrong. Usually the backward pass in "
+            "mask_product.py does not match its forward pass.",
+            tolerance=1e-6,
         )
 
 

@@ -1,6 +1,6 @@
 """Short runs on few rows of the configured tables: their files, two ranks, resuming after a kill.
 
-If a test fails, see the table of causes in docs/runs.md.
+A test that fails prints a usual cause; docs/runs.md has a table of further causes.
 """
 
 import json
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_loader import make_loader
+from ddp_setup import Distributed
+from task import KnockoutTask
 from tests.few_rows import load_few_rows
+from train import read_config
 
 # Largest norm of the difference of a tensor, divided by the norm of the model, in float64.
 TOLERANCE = 1e-9
@@ -80,6 +83,14 @@ def one_rank(train, orders) -> Path:
         return train("one")
 
 
+@pytest.fixture(scope="module")
+def model(options) -> nn.Module:
+    """The model of the runs, before training."""
+    config = read_config(options)
+    with load_few_rows():
+        return KnockoutTask.load(config, Distributed(config.ddp)).build_model()
+
+
 def parameters(run: Path) -> dict[str, Tensor]:
     """Returns the model's state dict from the newest checkpoint."""
     newest = max((run / "checkpoints").glob("step_*.pt"))
@@ -128,7 +139,7 @@ def test_each_epoch_trains_on_the_rows_in_a_different_order(one_rank, orders):
     )
 
 
-def test_two_ranks_train_the_same_model_as_one(train, one_rank):
+def test_two_ranks_train_the_same_model_as_one(train, one_rank, model):
     expected = parameters(one_rank)
     found = parameters(train("two", nproc=2))
     differences = {}
@@ -139,24 +150,40 @@ def test_two_ranks_train_the_same_model_as_one(train, one_rank):
             squares.append(value.square().sum())
     norm = torch.stack(squares).sum().sqrt()
     worst = max(differences, key=differences.get)
+    buffers = [name for name, _ in model.named_buffers() if differences.get(name, 0) > 0]
     assert differences[worst] <= TOLERANCE * norm, (
         "Two ranks train a different model from one rank. The tensor with the largest difference "
-        f"is {worst}. Usually the loss is a mean per rank, or the model contains BatchNorm or "
-        "`nn.Dropout`: use a sum weighted by `batch.weight`, and `batch.seed` for dropout."
+        f"is {worst}, and these buffers differ: {buffers}. Usually the loss in task.py is a mean "
+        "per rank (use a sum weighted by `batch.weight`), or `forward` depends on other samples of "
+        "its batch: by a mean, a buffer, BatchNorm, or `nn.Dropout` (draw from `batch.seed`)."
     )
+
+
+# The usual cause if a resumed run differs from an undisturbed run.
+OF_STATE = (
+    "Usually a counter, a random generator or, if only the test row differs, a moving average is a "
+    "global variable or a plain attribute, which no checkpoint contains: make it a field of "
+    "`TrainState` in run_checkpoint.py, or a buffer of the model. If `lr` differs, `schedule` in "
+    "optim.py does not compute it from `state.step`."
+)
 
 
 def test_a_run_that_was_killed_and_resumed_has_the_same_bits(train, one_rank):
     killed = train("killed", nproc=1, status=-9, DIE_AT_STEP="6")
-    assert len(rows_of_log(killed)) < len(rows_of_log(one_rank)), (
+    rows = rows_of_log(one_rank)
+    assert len(rows_of_log(killed)) < len(rows), (
         "The run was not killed before its end, so this test shows nothing. Usually `train_step` "
         "in train.py is not called once for each step."
     )
     train("killed")
-    assert rows_of_log(killed) == rows_of_log(one_rank), (
-        "After a kill, the resumed run writes different numbers in metrics.jsonl. Usually the code "
-        "keeps a state that no checkpoint contains, such as a counter, a moving average or a "
-        "random generator: add it to `TrainState` in run_checkpoint.py."
+    for row, row_of_resumed in zip(rows, rows_of_log(killed), strict=False):
+        different = [name for name, value in row.items() if row_of_resumed.get(name) != value]
+        assert not different, (
+            f"After a kill, the resumed run writes different numbers in metrics.jsonl, first "
+            f"{different} of the {row['kind']} row of step {row['step']}. {OF_STATE}"
+        )
+    assert len(rows_of_log(killed)) == len(rows), (
+        f"After a kill, the resumed run writes a different number of rows. {OF_STATE}"
     )
     expected = parameters(one_rank)
     found = parameters(killed)
@@ -166,6 +193,5 @@ def test_a_run_that_was_killed_and_resumed_has_the_same_bits(train, one_rank):
     )
     different = [name for name in expected if not found[name].equal(expected[name])]
     assert not different, (
-        f"After a kill, the resumed run ends with different bits in {different}. Usually the code "
-        "keeps a state that no checkpoint contains: add it to `TrainState` in run_checkpoint.py."
+        f"After a kill, the resumed run ends with different bits in {different}. {OF_STATE}"
     )

@@ -71,6 +71,11 @@ def compare_runs(world_sizes: list[int], folder: Path) -> bool:
             outcome = f"FAIL, {tensor} is the tensor with the largest difference"
         all_agree = all_agree and outcome == "PASS"
         print(f"{name:24s} {differences[tensor]:8.1e} {of_metrics[metric]:8.1e}  {outcome}")
+    if not all_agree:
+        print(
+            "Usually the loss is a mean per rank, or `forward` depends on other samples of its "
+            "batch: see the table of causes in docs/runs.md"
+        )
     return all_agree
 
 
