@@ -276,8 +276,8 @@ def test_model_accepts_one_sample_no_sample_and_a_sample_without_knock_outs(
 # The usual causes if two routes of message passing differ.
 OF_PLAN = (
     "Batches with a plan, which training uses, give different predictions from batches without. "
-    "Usually message passing in model.py was changed, and the plan does not include the change: "
-    "set model.message_passing=shared."
+    "Usually a layer or a readout in model.py was changed, but not in the optional part reach: "
+    "make the same change there, or set model.message_passing=shared."
 )
 OF_COPIES = (
     "The shared graph and masked copies of the graph (model.message_passing=expanded) give "

@@ -224,7 +224,9 @@ def audit_syncs(config: Config, ddp: Distributed) -> None:
         print(f"{STEPS} steps on {ddp.device}")
         for (place, what), count in sorted(places.items()):
             print(f"  WAITS  {place}: {what}, in {count} of {STEPS} steps")
-        if not places:
+        if places:
+            print("  Read values only when they are logged, as `Meter.read` in train.py does.")
+        else:
             print("  no operation makes the host wait")
         return
     raise RuntimeError("the epochs have too few steps for this check: decrease data.batch_size")
