@@ -8,11 +8,10 @@
 The metrics are computed from the predictions in test.tsv, a file in the run folder.
 
 For one run, the first table contains the metrics of all test rows and of groups of test rows. If
-test.tsv also contains predictions of a rival, usually the baseline, its Pearson's r follows the
-model's, together with the 95 % confidence interval (CI) of the difference. Your own metrics are
-reported in the same way. The second table contains the metrics of more rivals, which predict the
-same rows without the model. The command writes the metrics to test.json and a plot to test.svg, in
-the run folder.
+test.tsv also contains predictions of a rival, its Pearson's r follows the model's, together with
+the 95 % confidence interval (CI) of the difference. Your own metrics are reported in the same way.
+The second table contains the metrics of more rivals, which predict the same rows without the model.
+The command also writes the metrics to test.json, in the run folder.
 
 For several runs, the command does not write files. The first table lists the options and code files
 in which the runs differ, and the best step and metrics of each run; the run with the best

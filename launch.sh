@@ -9,10 +9,11 @@
 #   sbatch --nodes=2 --gpus-per-node=4 launch.sh ...       train in a SLURM job
 #   [srun] ./launch.sh ...                                 train in the job of an salloc shell
 #   sbatch --array=0-3 launch.sh run.name=s%a run.seed=%a  train a sweep: %a is the array task's id
-#   ./launch.sh test [--all] [pytest options]              run the quick tests, or all, in parallel
+#   ./launch.sh test [pytest options]                      run the quick tests in parallel
+#   ./launch.sh test --all [pytest options]                run all tests in parallel
 #   ./launch.sh copy DIR [--without PART,...]              create a folder for your own experiment
 #
-# docs/clusters.md explains these commands, and the variables NPROC, RDZV_TIMEOUT and MAX_RESTARTS.
+# docs/clusters.md explains these commands, and variables such as NPROC and MAX_RESTARTS.
 #SBATCH --job-name=knockout --time=12:00:00 # a job that needs more time is requeued and resumes
 #SBATCH --ntasks-per-node=1   # one launch.sh per node, with its own log slurm-<job>.node<n>.out
 #SBATCH --exclusive           # use all CPUs; to use n of them: --oversubscribe --cpus-per-task=n

@@ -7,7 +7,6 @@ Examples:
 
     python predict.py pairs.tsv runs/a runs/b          writes pairs.predictions.tsv
     python predict.py pairs.tsv runs/a --parts         also writes the terms of each prediction
-    python predict.py pairs.tsv runs/a --explain 10    writes pairs.explained.tsv
     python predict.py all-pairs runs/a --rows 0:1000000
 
 TABLE is the file of a table whose header starts with `genes` (or `nodes`), or one of two words:
@@ -32,6 +31,7 @@ import os
 import re
 import sys
 import warnings
+from argparse import SUPPRESS
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ from data import file_digest
 from ddp_ends import end_process
 from ddp_setup import DDPConfig, Distributed, library_versions
 from errors import UserError, counted
-from parts import module_names, optional
+from parts import is_here, module_names, optional
 from predict_tables import (
     BEYOND,
     Chunk,
@@ -144,12 +144,15 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument(
         "--parts", action="store_true", help="also write the terms of each prediction"
     )
+    about_explain = (
+        "write explanations instead of predictions: for each row and score, the K nodes and pairs "
+        "of nodes that contribute most"
+    )
     parser.add_argument(
         "--explain",
         type=int,
         metavar="K",
-        help="write explanations instead of predictions: for each row and score, the K nodes and "
-        "pairs of nodes that contribute most",
+        help=about_explain if is_here("predict_explain") else SUPPRESS,
     )
     parser.add_argument(
         "--rows", default=":", metavar="A:B", help="predict only rows A to B - 1; the first is 0"

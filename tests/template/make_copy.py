@@ -22,22 +22,24 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from errors import UserError  # noqa: E402
-from tests.template.parts_list import PARTS, Part, num_lines  # noqa: E402
+from tests.template.copied_pages import page_without, without_dead_links  # noqa: E402
+from tests.template.parts_list import PARTS, Part, mentions, num_lines  # noqa: E402
 
 PATTERNS = ("*.py", "*.yaml", "*.toml", "requirements*.txt", "launch.sh", "LICENSE", ".gitignore")
 PATTERNS += (".gitattributes", ".github/workflows/*.yml")
 PATTERNS += ("example/*", "docs/**/*", "tests/*.py", "tests/tools/*")
-STAYS = {"measured.md"}  # pages that are not copied, because they only concern the template
-# Matches everything that launch.sh has for this command: a line of its usage, a call, a function.
-COMMAND = r"^(#   \./launch\.sh copy .*|.* make_copy .*|make_copy\(\) \{[^}]*\n\}\n)\n"
+# Pages and pictures that are not copied, because they only concern the template.
+STAYS = {"measured.md", "curves.svg", "dataflow.svg"}
+# Matches the code of launch.sh for this command: a call and a function.
+COMMAND = r"^(.* make_copy .*|make_copy\(\) \{[^}]*\n\}\n)\n"
 USAGE = "./launch.sh copy DIR [--without PART,...], or --without all"
 # The files that owners of a copy usually edit first, and what they change by that.
 EDITED = {
     "config.yaml": "the options; each has a comment",
-    "task.py": "the tables, graph, model and metrics of a run",
-    "model.py": "the network: its layers, readouts and forward pass",
+    "task.py": "the data, model and metrics of a run",
+    "model.py": "the network",
     "losses.py": "the losses, and how outputs of the network become predictions",
-    "data.py": "the splits, and the dataset, which builds batches from tables",
+    "data.py": "the splits, and the dataset, which builds batches",
     "metrics.py": "the metrics; the first one chooses the best model",
     "optim.py": "the optimiser, parameter groups and learning-rate schedule",
 }
@@ -104,7 +106,7 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         for workflow in partial.glob(".github/workflows/*.yml"):
             workflow.write_text(workflow.read_text().replace(".ci/run", "./launch.sh test"))
         launcher = partial / "launch.sh"
-        launcher.write_text(re.sub(COMMAND, "", launcher.read_text(), flags=re.M))
+        launcher.write_text(launcher_without(launcher.read_text(), without))
         launcher.chmod(0o755)
         python = environment()
         if python is not None:
@@ -113,8 +115,7 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         parts = [part for part in PARTS if (partial / part.files[0]).exists()]
         origin = origin_of_copy()
         (partial / "README.md").write_text(readme(folder.name, partial, parts, origin))
-        for page in partial.glob("docs/*.md"):
-            page.write_text(page_of_copy(page, origin))
+        write_pages(partial / "docs", without, origin)
         about_git = make_repository(partial, origin)
         os.rename(partial, folder)
     except BaseException:
@@ -214,17 +215,25 @@ def make_repository(folder: Path, message: str) -> str:
     return "the branch template is the unchanged copy, the branch main is for your changes"
 
 
-def page_of_copy(page: Path, origin: str) -> str:
-    """Returns the text of a page, with its origin below the title.
+def launcher_without(text: str, without: Sequence[Part]) -> str:
+    """Returns the text of a copy's launch.sh. Its usage has no commands that the copy lacks."""
+    unwanted = mentions(without)
+    lines = re.sub(COMMAND, "", text, flags=re.M).splitlines(keepends=True)
+    return "".join(line for line in lines if not (line[:4] == "#   " and unwanted.search(line)))
 
-    Links to files that the copy does not have are replaced by their texts.
+
+def write_pages(folder: Path, without: Sequence[Part], origin: str) -> None:
+    """Removes from the pages in a folder what they say about parts that are left out.
+
+    Below the title of each page, it adds the origin of the copy.
     """
-    text = page.read_text()
-    for link, words, file in re.findall(r"(\[([^]]+)\]\((?!https?:)([^)#\s]+)[^)]*\))", text):
-        if not (page.parent / file).exists():
-            text = text.replace(link, words)
+    unwanted = mentions(without)
+    texts = {path: page_without(path.read_text(), unwanted) for path in folder.glob("*.md")}
+    texts[folder.parent / "README.md"] = (folder.parent / "README.md").read_text()
     note = f"From {origin}. Files that are missing here are in the template."
-    return text.replace("\n", f"\n\n{note}\n", 1)
+    for path in folder.glob("*.md"):
+        text = without_dead_links(path, texts)
+        path.write_text(text.replace("\n", f"\n\n{note}\n", 1))
 
 
 def switch_off(path: Path, without: Sequence[Part]) -> None:
@@ -248,7 +257,9 @@ def switch_off(path: Path, without: Sequence[Part]) -> None:
                 value = off_value(part)
             choices = comment.split(" | ")
             left = [text for text in choices if not part.is_asked_for(text.partition(":")[0])]
-            comment = " | ".join(left) or "off, because its part was left out"
+            comment = " | ".join(left)
+            if len(left) < 2:
+                comment = f"{comment}; the only value in this copy".removeprefix("; ")
         start = f"  {option}: {value}".ljust(found.start(3) - 2)
         lines[number] = f"{start}# {comment}"
     path.write_text("\n".join([*lines, ""]))
@@ -273,19 +284,18 @@ def readme(name: str, folder: Path, parts: Sequence[Part], origin: str) -> str:
     of_parts = []
     for part in parts:
         if part.name == "checks":
-            checks.append("python -m tests.check --help    # checks of your model and tables")
+            checks.append("python -m tests.check --help    # list the checks of your code and data")
         option = f"`{part.option}: {off_value(part)}`" if part.option else ""
         files = ", ".join(file for file in part.files if (folder / file).exists())
         of_parts.append(f"| {part.name} | {files} | {option} |")
     lines = [
         f"# {name}",
         "",
-        "An experiment in graph learning on knock-outs. All samples share one large graph. Each",
-        "sample knocks out a few nodes, and a graph network learns to predict the measured score.",
+        "This folder trains a model with PyTorch, in one or many processes, on GPUs or on CPUs.",
         "",
         "```bash",
-        "./launch.sh         # train on the tables of config.yaml",
-        "./launch.sh test    # run the tests, which are valid for any model, loss and tables",
+        "./launch.sh         # train with the options of config.yaml",
+        "./launch.sh test    # run the tests, which are valid for any model, loss and data",
         "torchrun --standalone --nproc_per_node=4 train.py     # train with four processes",
         *checks,
         "```",

@@ -1,17 +1,22 @@
 """./launch.sh copy: the files and options of a copy, and that a failed copy leaves no files."""
 
+import ast
+import functools
+import itertools
 import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.template import make_copy
+from tests.template.copied_pages import BLOCK, LINK, NO_HEADING, anchors, depth
 from tests.template.fixtures import ROOT, copy_template
-from tests.template.parts_list import PARTS
+from tests.template.parts_list import PARTS, mentions
 
 MOST_LINES_OF_CHECKS = 1700  # largest number of lines of code in the part checks
 BY_NAME = {part.name: part for part in PARTS}
@@ -24,6 +29,19 @@ def copied(tmp_path, capsys):
     def make(*arguments: str) -> str:
         assert make_copy.main([str(tmp_path / "mine"), *arguments]) == 0
         return capsys.readouterr().out
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def copy_without(tmp_path_factory) -> Callable[[str], Path]:
+    """copy_without(name) returns the folder of a copy without a part, or without all parts."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name) / "mine"
+        assert make_copy.main([str(folder), f"--without={name}"]) == 0
+        return folder
 
     return make
 
@@ -51,7 +69,7 @@ def test_a_copy_has_the_code_the_pages_and_the_tests_that_are_valid_for_any_mode
     workflow = (copy / ".github/workflows/tests.yml").read_text()
     assert "run: ./launch.sh test\n" in workflow and ".ci" not in workflow
     assert f"all       {len(modules)} modules" in printed
-    pages = {path.name for path in (ROOT / "docs").iterdir()} - {"measured.md"}
+    pages = {path.name for path in (ROOT / "docs").iterdir()} - {"measured.md", "figures"}
     assert {path.name for path in (copy / "docs").iterdir()} == pages
 
 
@@ -73,9 +91,8 @@ def test_venv_of_a_copy_is_a_link_to_the_active_environment(copied, tmp_path, mo
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_leaving_out_a_part_removes_its_files_and_tests_and_sets_its_option(copied, tmp_path, name):
-    printed = copied(f"--without={name}")
-    copy = tmp_path / "mine"
+def test_leaving_out_a_part_removes_its_files_and_tests_and_sets_its_option(copy_without, name):
+    copy = copy_without(name)
     part = BY_NAME[name]
     for file in part.files:
         assert not (copy / file).exists()
@@ -87,11 +104,63 @@ def test_leaving_out_a_part_removes_its_files_and_tests_and_sets_its_option(copi
         assert not part.is_asked_for(str(value).lower() if isinstance(value, bool) else str(value))
         (line,) = re.findall(rf"^  {option}: .*# (.*)", (copy / "config.yaml").read_text(), re.M)
         choices = [choice.partition(":")[0] for choice in line.split(" | ")]
-        assert choices == ["off, because its part was left out"] or not any(
+        assert choices == ["the only value in this copy"] or not any(
             part.is_asked_for(choice) for choice in choices
         )
-    assert f"part      {name}:" not in printed
     assert options_of(copy).keys() == options_of(ROOT).keys()
+
+
+def texts_of(copy: Path) -> dict[str, str]:
+    """Returns what an owner of a copy reads: its pages, options and help.
+
+    The README lists the parts that are left out. The result does not contain this list.
+    """
+    texts = {f"docs/{path.name}": path.read_text() for path in copy.glob("docs/*.md")}
+    texts["README.md"] = (copy / "README.md").read_text().partition("Parts that are left out")[0]
+    texts["config.yaml"] = (copy / "config.yaml").read_text()
+    texts["launch.sh"] = (copy / "launch.sh").read_text().partition("#SBATCH")[0]
+    for path in [*copy.glob("*.py"), *copy.glob("tests/check.py")]:
+        if "__main__" in path.read_text():
+            texts[path.name] = ast.get_docstring(ast.parse(path.read_text()))
+    return texts
+
+
+def code_in(folder: Path) -> str:
+    """Returns the text of all modules in a folder, each after the name of its file."""
+    paths = [*folder.glob("*.py"), *folder.glob("tests/*.py"), *folder.glob("tests/tools/*.py")]
+    return "\n".join(f"def {path.name}\n{path.read_text()}" for path in paths)
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, "all"])
+def test_a_copy_does_not_speak_of_parts_that_it_lacks(copy_without, name):
+    """It has no words for them, no names of their code, and no dead links or empty sections."""
+    copy = copy_without(name)
+    unwanted = mentions(make_copy.left_out([name]))
+    defined = set(re.findall(r"\b(?:def|class) ([\w.]+)", code_in(ROOT)))
+    gone = defined - set(re.findall(r"[\w.]+|\w+", code_in(copy)))
+    for file, text in texts_of(copy).items():
+        assert [line for line in text.splitlines() if unwanted.search(line)] == [], file
+        if not file.endswith(".md"):
+            continue
+        code = re.findall(r"`([\w.]+)[^`\n]*`", text)
+        assert sorted(gone & set(code)) == [], file
+        for _, page, anchor in LINK.findall(text):
+            target = copy / Path(file).parent / page if page else copy / file
+            assert target.exists(), f"{file}: {page}"
+            assert not anchor or anchor in anchors(target.read_text()), f"{file}: {page}#{anchor}"
+        assert unfinished(text) == [], file
+
+
+def unfinished(page: str) -> list[str]:
+    """Returns the headings, tables and introductions of a page that have nothing below them."""
+    found = []
+    for block, following in itertools.pairwise([*BLOCK.findall(page), "# End"]):
+        is_empty_section = depth(block) >= depth(following)
+        is_empty_table = block.startswith("|") and len(block.splitlines()) < 3
+        is_introduction = block.endswith(":") and re.match("[#\\w]", following) is not None
+        if (is_empty_section and depth(block) < NO_HEADING) or is_empty_table or is_introduction:
+            found.append(block)
+    return found
 
 
 def test_readme_and_pages_of_a_copy_have_the_commit_of_the_template(copied, tmp_path, monkeypatch):

@@ -150,7 +150,6 @@ def test_the_cells_of_notebook(command, tmp_path):
     """Runs the cells in order in one process, like a kernel, with or without matplotlib."""
     copy_template(tmp_path)
     page = ROOT / "docs/notebook.md"
-    assert run_commands(page, command, tmp_path, "python train.py run.name=") == 2
     cells = blocks(page, "python")
     mark = "---- the next cell"
     script = f"\nprint({mark!r})\n".join(cell.text for cell in cells)

@@ -108,6 +108,9 @@ def test_a_copy_without_a_graph_passes_its_tests_and_learns(run, tmp_path):
     mine = copy_of_classes(tmp_path / "mine")
     program = [sys.executable, "-m"]
     run([*program, "ruff", "check", "--no-cache", str(mine)]).check()
+    readme = (mine / "README.md").read_text()
+    assert "knock" not in readme
+    assert all((mine / name).exists() for name in re.findall(r"`(\w+\.\w+)`", readme))
     modules = list(mine.glob("*.py"))
     numbers = re.search(r"leaves (\d+) modules of \w+ ([\d,]+) lines", PAGE.read_text()).groups()
     assert numbers == (str(len(modules)), f"{round(num_lines(modules), -2):,}")
