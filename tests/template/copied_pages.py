@@ -19,11 +19,12 @@ TEXT = r"[^\n]+(?:\n(?!```|\||- )[^\n]+)*"  # a heading, a paragraph or an item 
 BLOCK = re.compile(rf"^(?:{CODE}|{TABLE}|{TEXT})", re.M | re.S)
 SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z`[*\d])")
 CLAUSE_END = re.compile(r"(?<=[.;])\s+")  # in a cell of a table
+ITEMS = re.compile(r"^(- [^\n]*(?:\n  [^\n]*)*\n)\n(?=- )", re.M)  # two items, with a blank line
 COMMAND_END = re.compile(r"(?<!\\)\n")
 # The beginning of a sentence that refers to the sentence before it.
 REFERENCE = re.compile(r"(If )?(It|Its|They|Their|This|These|Then|Otherwise|Alternatively)\b", re.I)
 # A word of a paragraph. Code is one word, and no line begins with the sign of an item or heading.
-WORD = re.compile(r"(?:`[^`]*`|[^\s`]|\s(?=[-+*#|]\s))+")
+WORD = re.compile(r"(?:`[^`]*`|[^ `]| (?=[-+*#|] ))+")
 LINK = re.compile(r"\[([^]]+)\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 
 
@@ -43,7 +44,8 @@ def page_without(page: str, unwanted: re.Pattern) -> str:
                 left[-1] = filled(SENTENCE_END.split(left[-1])[:-1])
         lacks_introduction = block.endswith(":") and not shorter.endswith(":")
         left.append(shorter)
-    return "\n\n".join(without_empty_sections([block for block in left if block])) + "\n"
+    text = "\n\n".join(without_empty_sections([block for block in left if block]))
+    return ITEMS.sub(r"\1", text) + "\n"
 
 
 def depth(block: str) -> int:
@@ -107,7 +109,7 @@ def wanted(sentences: Sequence[str], unwanted: re.Pattern) -> list[str]:
 def filled(sentences: Sequence[str]) -> str:
     """Returns sentences as a paragraph with lines of up to `WIDTH` characters."""
     lines = [""]
-    for word in WORD.findall(" ".join(sentences)):
+    for word in WORD.findall(" ".join(" ".join(sentences).split())):
         if len(lines[-1]) + len(word) > WIDTH:
             lines.append("")
         lines[-1] += f"{word} "
@@ -129,13 +131,8 @@ def without_lines(block: str, unwanted: re.Pattern) -> str:
 
 
 def without_clauses(row: str, unwanted: re.Pattern) -> str:
-    """Returns a row of a table without the clauses that match.
-
-    The result is "" if the first cell matches, or if nothing is left of a cell.
-    """
+    """Returns a row of a table without the clauses that match, "" if nothing is left of a cell."""
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    if unwanted.search(cells[0]):
-        return ""
     for number, cell in enumerate(cells):
         clauses = wanted(CLAUSE_END.split(cell), unwanted)
         if not clauses:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.template import make_copy
-from tests.template.copied_pages import BLOCK, LINK, NO_HEADING, anchors, depth
+from tests.template.copied_pages import BLOCK, LINK, NO_HEADING, anchors, depth, page_without
 from tests.template.fixtures import ROOT, copy_template
 from tests.template.parts_list import PARTS, mentions
 
@@ -161,6 +161,90 @@ def unfinished(page: str) -> list[str]:
         if (is_empty_section and depth(block) < NO_HEADING) or is_empty_table or is_introduction:
             found.append(block)
     return found
+
+
+PAGE = """# Title
+
+The plot is gone. It is gone, too. Only the first half of the code at the end of this line would
+still fit into these 100 columns: `b c`.
+
+The plot is gone. Without this last number, this long line would be complete, and the next line
+would begin a list: 1 - x.
+
+The plot is drawn by this code:
+
+```python
+draw()
+```
+
+```
+drawn
+```
+
+| name | content |
+|---|---|
+| a plot | gone |
+| loss | the loss; its plot |
+| error | The error is here. The plot is not. |
+
+This command makes a plot:
+
+| option | value |
+|---|---|
+| width | 1 |
+
+- Read the plot. It helps.
+- The plot is gone. Read the log.
+- Read the plot. In the second table, read all rows, and compare all of them with the rows of the
+  first long table.
+
+The following files are gone:
+
+| file | content |
+|---|---|
+| the plot | gone |
+
+```bash
+python train.py
+python plot.py
+```
+
+## A plot
+
+Nobody reads this.
+
+### Not even this
+
+Gone.
+
+## Empty
+
+The plot.
+"""
+WITHOUT_PLOT = """# Title
+
+Only the first half of the code at the end of this line would still fit into these 100 columns:
+`b c`.
+
+Without this last number, this long line would be complete, and the next line would begin a list:
+1 - x.
+
+| name | content |
+|---|---|
+| loss | the loss |
+| error | The error is here. |
+
+- Read the log.
+- In the second table, read all rows, and compare all of them with the rows of the first long table.
+
+```bash
+python train.py
+```
+"""
+
+
+def test_a_page_is_without_a_word():
+    assert page_without(PAGE, re.compile("plot")) == WITHOUT_PLOT
 
 
 def test_readme_and_pages_of_a_copy_have_the_commit_of_the_template(copied, tmp_path, monkeypatch):
