@@ -115,7 +115,7 @@ def copy(folder: Path, without: Sequence[Part]) -> None:
         parts = [part for part in PARTS if (partial / part.files[0]).exists()]
         origin = origin_of_copy()
         (partial / "README.md").write_text(readme(folder.name, partial, parts, origin))
-        write_pages(partial / "docs", without, origin)
+        write_pages((partial / "docs").resolve(), without, origin)
         about_git = make_repository(partial, origin)
         os.rename(partial, folder)
     except BaseException:
