@@ -323,7 +323,7 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
     predict the test rows of the tables, which must be the rows of test.tsv in the same order.
     """
     if not is_here("analyse_rivals"):
-        return {"no_rivals": "this copy does not have analyse_rivals.py"}
+        return {"no_rivals": "this copy does not compute them"}
     from analyse_rivals import pair_rival, rivals
 
     of_folds = []  # for each fold, {rival: its predictions}

@@ -455,7 +455,7 @@ def test_a_line_reports_that_the_part_that_fits_rivals_is_missing(
     monkeypatch.setattr("analyse.is_here", lambda module: module != "analyse_rivals")
     assert analyse_here("runs/default") == 0
     *_, reason, _ = capsys.readouterr().out.splitlines()
-    assert reason.startswith("no comparison ") and reason.endswith(" analyse_rivals.py")
+    assert reason.startswith("no comparison ") and reason.endswith(" not compute them")
     found = analyse.analyse_run("runs/default")
     assert "gain" not in found
     assert found["by_unseen"]["0"]["pearson"] is not None
