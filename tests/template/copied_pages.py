@@ -19,7 +19,7 @@ TEXT = r"[^\n]+(?:\n(?!```|\||- )[^\n]+)*"  # a heading, a paragraph or an item 
 BLOCK = re.compile(rf"^(?:{CODE}|{TABLE}|{TEXT})", re.M | re.S)
 SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z`[*\d])")
 CLAUSE_END = re.compile(r"(?<=[.;])\s+")  # in a cell of a table
-ITEMS = re.compile(r"^(- [^\n]*(?:\n  [^\n]*)*\n)\n(?=- )", re.M)  # two items, with a blank line
+ITEMS = re.compile(r"^(- [^\n]*(?:\n  [^\n]*)*\n)\n(?=- )", re.M)  # an item and a blank line
 COMMAND_END = re.compile(r"(?<!\\)\n")
 # The beginning of a sentence that refers to the sentence before it.
 REFERENCE = re.compile(r"(If )?(It|Its|They|Their|This|These|Then|Otherwise|Alternatively)\b", re.I)

@@ -219,7 +219,9 @@ def launcher_without(text: str, without: Sequence[Part]) -> str:
     """Returns the text of a copy's launch.sh. Its usage has no commands that the copy lacks."""
     unwanted = mentions(without)
     lines = re.sub(COMMAND, "", text, flags=re.M).splitlines(keepends=True)
-    return "".join(line for line in lines if not (line[:4] == "#   " and unwanted.search(line)))
+    return "".join(
+        line for line in lines if not (line.startswith("#   ") and unwanted.search(line))
+    )
 
 
 def write_pages(folder: Path, without: Sequence[Part], origin: str) -> None:
