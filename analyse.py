@@ -60,31 +60,17 @@ from analyse_metrics import (
     name_of_gain,
     with_pearson,
 )
-from analyse_results import (
-    Results,
-    best_first,
-    best_step,
-    differing,
-    folds_of,
-    read_results,
-    together,
-)
+from analyse_results import Results, best_first, best_step, differing, folds_of, together
 from config import Config, Parser, expand_path, load_config
 from data_tables import Tables
 from ddp_ends import end_process
-from ddp_setup import set_threads
 from errors import UserError, counted
 from losses import LOSSES
 from metrics import first_metric
-from parts import comparable, is_here, optional
-from run_checkpoint import (
-    explain_write_errors,
-    may_compare,
-    read_checkpoint,
-    write_atomically,
-)
+from parts import is_here, optional
+from run_checkpoint import explain_write_errors, may_compare, read_checkpoint, write_atomically
 from run_folder import read_metrics, read_status
-from run_results import row_labels
+from run_results import read_results, row_labels
 
 SHOWN = 20  # largest number of targets that are printed
 NO_RIVAL = (
@@ -96,12 +82,9 @@ RIVALS = (
 DIFFERENCE = "difference (95 % CI)"
 # Titles of the columns that follow the columns of `METRICS` and of their rivals.
 TITLES = {
-    "ceiling_pearson": "Pearson noise ceiling",
     "mse_top20": "MSE of 20 largest scores",
     "spearman": "Spearman",
     "r2": "R2",
-    "ceiling_r2": "R2 noise ceiling",
-    "r2_of_ceiling": "R2 / ceiling",
     "mse": "MSE",
     "auroc": "AUROC",
     "average_precision": "average precision",
@@ -117,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `arguments` are the words of the command line, by default `sys.argv[1:]`.
     """
     num_threads = torch.get_num_threads()
-    set_threads(local_world_size=1)
+    threads = optional("ddp_threads")
+    if threads is not None:
+        threads.set_threads(num_processes=1)
     try:
         return report(read_arguments(arguments))
     except UserError as error:
@@ -159,23 +144,19 @@ def report(arguments: Namespace) -> int:
 
 
 def report_of_run(folder: Path) -> tuple[dict, list[str]]:
-    """Writes test.json and test.svg into the folder of a run.
+    """Writes test.json into the folder of a run.
 
     Returns the content of test.json, and the lines to print. Raises `UserError` if the run cannot
     be analysed, or if a file cannot be written.
     """
     rows = read_run(folder)
     analysis = metrics_of_run(folder, rows)
-    files = {folder / "test.json": as_json(analysis) + "\n"}
-    plots = optional("run_plots")
-    if plots is not None:
-        files[folder / "test.svg"] = plots.predictions_svg(rows.y, rows.prediction, rows.targets)
-    for file, text in files.items():
-        with explain_write_errors(file, UserError, "copy the run folder"):
-            write_atomically(file, [text])
+    file = folder / "test.json"
+    with explain_write_errors(file, UserError, "copy the run folder"):
+        write_atomically(file, [as_json(analysis), "\n"])
     lines = [f"{folder / 'test.tsv'}: {rows.counts()}"]
     lines += lines_of_run(analysis, rows.rivals)
-    lines.append(f"written: {', '.join(map(str, files))}")
+    lines.append(f"written: {file}")
     return analysis, lines
 
 
@@ -298,6 +279,7 @@ def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
     `configs` is {run folder: its configuration}.
     """
     described = {name: config.options() for name, config in configs.items()}
+    changes = optional("run_changes")
     notes = []
     checkpoints = []
     for name, of_run in described.items():
@@ -306,7 +288,8 @@ def about_runs(configs: dict[str, Config]) -> dict[str, Any]:
         except UserError as error:
             notes.append(str(error))
             continue
-        of_run |= comparable(checkpoint.get("code", {}))
+        if changes is not None:
+            of_run |= changes.comparable(checkpoint.get("code", {}))
         checkpoints.append(checkpoint)
     predictor = optional("predictor")
     if predictor is not None:
@@ -355,7 +338,7 @@ def read_run(folder: Path) -> Results:
             f"{folder} has no test.tsv, because the state of the run is {state}: wait until it has "
             "finished, or repeat its command to resume it"
         )
-    return read_results(file)
+    return Results(**read_results(file))
 
 
 def read_runs(folders: list[Path]) -> dict[str, Results]:

@@ -156,8 +156,6 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
 
     The metrics of `with_pearson` are also computed for the rivals. Some metrics have a condition:
 
-    - If rows have an `sd`, the ceilings of R2 and of Pearson's r are the values that a perfect
-      prediction reaches, given the noise in the scores.
     - If predictions have an `sd`, `within_1_sd` and `within_2_sd` are the shares of scores that are
       at most 1 or 2 `sd` from the prediction.
     - For binary scores, AUROC and average precision measure how well high predictions find the rows
@@ -174,10 +172,6 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
         deviations = (y - prediction).abs() / rows.predictions["sd"]
         for k in (1, 2):
             each[f"within_{k}_sd"] = metrics.mean_present((deviations <= k).double(), y, weight)
-    if rows.sd is not None:
-        each["ceiling_r2"] = noise_ceiling(y, rows.sd.unsqueeze(1), weight)
-        each["ceiling_pearson"] = each["ceiling_r2"].sqrt()
-        each["r2_of_ceiling"] = each["r2"] / each["ceiling_r2"]
     if LOSSES[loss].is_binary:
         certainty = metrics.as_ranked(y, prediction)
         each["auroc"] = auroc(y == 1, certainty)
@@ -292,19 +286,6 @@ def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> di
 
 
 # ---- Metrics that only the analysis has ----------------------------------------------------------
-def noise_ceiling(y: Tensor, sd: Tensor, weight: Tensor | float) -> Tensor:
-    """Returns the largest R2 that noise in y allows, 1 - noise variance / variance of y, [T].
-
-    `sd` is the standard deviation of the noise, [n, 1]. The ceiling is nan if the variance of y is
-    not larger than the variance of the noise.
-    """
-    noise = metrics.mean_present(sd.square().expand(y.shape), y, weight)
-    _, std = metrics.mean_and_std(y, weight)
-    ceiling = 1 - noise / std.square()
-    varies = ~metrics.pearson(y, y).isnan()
-    return ceiling.where(varies & (ceiling > 0), math.nan)
-
-
 def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Returns R2, the explained share of the variance, [T]; nan for a target with constant y."""
     _, std = metrics.mean_and_std(y, weight)
@@ -351,11 +332,7 @@ def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
 
 # ---- Resampled rows, and their intervals ---------------------------------------------------------
 def resampled_pearson(
-    y: Tensor,
-    prediction: Tensor,
-    cluster: Tensor,
-    resamples: int,
-    weight: Tensor | float = 1.0,
+    y: Tensor, prediction: Tensor, cluster: Tensor, resamples: int, weight: Tensor | float = 1.0
 ) -> Tensor:
     """Returns the mean over targets of Pearson's r in each resample of the rows, [R].
 

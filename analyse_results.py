@@ -7,19 +7,16 @@ Shapes: n rows of T targets.
 """
 
 import math
-from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from itertools import chain, compress, pairwise
-from pathlib import Path
+from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from errors import UserError, counted, reason_of
+from errors import UserError, counted
 from metrics import first_metric, names_in, quality
-from run_results import OUTPUT
 
 
 @dataclass
@@ -143,84 +140,6 @@ def level_of(name: str) -> str:
     """Returns the level at the end of a gene's name in test.tsv, "0" for a deletion."""
     _, sign, level = name.partition("=")
     return level if sign else "0"
-
-
-def read_results(path: Path) -> Results:
-    """Returns the rows of a test.tsv; raises `UserError` if its format is wrong."""
-    genes = []
-    unseen = []
-    unseen_genes = []
-    weights = array("d")
-    numbers = array("d")
-    line_number = 1
-    try:
-        with path.open(encoding="utf-8") as file:
-            header = file.readline().rstrip("\n").split("\t")
-            of_rows, targets, predicted, rivals = names_in_header(header)
-            for line in file:
-                line_number += 1
-                cells = line.rstrip("\n").split("\t")
-                if len(cells) != len(header):
-                    found = counted(len(cells), "cell")
-                    raise ValueError(f"the row has {found}, but the header has {len(header)}")
-                genes.append(cells[0])
-                counts = [int(count) for count in cells[1].split(",")]
-                if len(counts) not in (1, len(targets)):
-                    scores = counted(len(targets), "score")
-                    raise ValueError(f"the column unseen has {len(counts)} numbers for {scores}")
-                unseen.append(torch.tensor(counts).expand(len(targets)))
-                unseen_genes.append(cells[2])
-                weights.extend(map(float, cells[3 : len(of_rows)]))
-                numbers.extend([float(cell or "nan") for cell in cells[len(of_rows) :]])
-            if not genes:
-                raise ValueError("the file does not contain rows")
-    except OSError as error:
-        problem = f"cannot read {path}: {reason_of(error)}"
-        raise UserError(f"{problem}: give the folder of a run that has finished") from None
-    except ValueError as error:
-        raise UserError(
-            f"{path}:{line_number}: {error}: repeat the command of the run to write the file again"
-        ) from None
-    scores = torch.frombuffer(numbers, dtype=torch.float64).view(len(genes), len(targets), -1)
-    y, *columns = scores.movedim(2, 0).contiguous()
-    rows = Results(
-        genes=genes,
-        unseen=torch.stack(unseen),
-        unseen_genes=unseen_genes,
-        targets=targets,
-        y=y,
-        predictions=dict(zip(predicted, columns, strict=False)),
-        rivals=dict(zip(rivals, columns[len(predicted) :], strict=True)),
-    )
-    if weights:
-        weight = torch.tensor(weights, dtype=torch.float64)
-        rows = replace(rows, **{of_rows[-1]: weight})
-    return rows
-
-
-def names_in_header(header: list[str]) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Returns the names in the header of a test.tsv, as four lists.
-
-    They are the columns that describe rows, the targets, the predictions and the rivals. Raises
-    `ValueError` if `run_results.result_lines` does not write such a header.
-    """
-    of_rows = ["genes", "unseen", "unseen_genes"]
-    if len(header) > 3 and header[3] in ("weight", "sd"):
-        of_rows.append(header[3])
-    columns = header[len(of_rows) :]
-    targets = []
-    for name, next_name in pairwise(columns):
-        if next_name == f"{name}_prediction":
-            targets.append(name)
-    num_columns = len(columns) // max(1, len(targets))
-    suffixes = [name.removeprefix(columns[0]) for name in columns[:num_columns]]
-    expected = [target + suffix for target in targets for suffix in suffixes]
-    if not targets or header != [*of_rows, *expected]:
-        names = "genes, unseen, unseen_genes and the same columns for each score"
-        raise ValueError(f"the columns are not {names}")
-    names = [suffix.removeprefix("_") for suffix in suffixes[1:]]
-    predicted = [name.removeprefix(OUTPUT) for name in names if f"{name}_".startswith(OUTPUT)]
-    return of_rows, targets, predicted, names[len(predicted) :]
 
 
 def folds_of(members: dict[str, Results]) -> dict[str, list[str]]:

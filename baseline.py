@@ -21,12 +21,11 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import remove_self_loops, scatter, to_torch_coo_tensor, to_undirected
 
 from baseline_combination import SUM, Combination, combine
-from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets
+from baseline_ridge import ROWS_AT_ONCE, Design, Doses, Targets, effective_share
 from data import basis_of, mean_one_weight, training_mean_and_std
 from data_tables import Tables, cached_by_code
 from losses import LOSSES
 from mask import SharedGraph, doses, num_samples, sum_by_sample
-from metrics import effective_share
 from run_progress import progress_bar
 
 TARGETS_AT_ONCE = 64  # targets that are fitted at once; more would not fit in the CPU's cache
@@ -302,12 +301,7 @@ def mean_squares(tables: Tables, doses: Doses) -> Tensor:
 
 
 def targets_of(
-    tables: Tables,
-    weight: Tensor,
-    std: Tensor,
-    loss: str,
-    squares: Tensor,
-    whole: bool = False,
+    tables: Tables, weight: Tensor, std: Tensor, loss: str, squares: Tensor, whole: bool = False
 ) -> tuple[Targets, Tensor]:
     """Returns the `Targets` of the fits, and whether validation rows choose each fit, bool [T].
 

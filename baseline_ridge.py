@@ -392,3 +392,14 @@ def conjugate_gradients(
         norm = (residual * scaled).sum(0)
         direction = scaled + (norm / previous).nan_to_num() * direction
     return x
+
+
+def effective_share(weight: Tensor) -> Tensor:
+    """Returns the effective number of rows (Kish 1965), divided by the number of rows, [T].
+
+    Only rows with a weight above 0 count. The result is 1 if their weights [n, T] are equal, and
+    small if a few rows have nearly all of the weight. In that case, all other weights are small, so
+    penalties must be small, too.
+    """
+    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
+    return effective / (weight > 0).sum(dim=0)

@@ -213,35 +213,24 @@ def load_config(files: Sequence[str | Path] = (), overrides: Sequence[str] = ())
 
     Raises `UserError` if an option is unknown or its value is invalid.
     """
-    sources = [DEFAULTS.name]
     options = read_options(DEFAULTS)
     for file in files:
-        path = expand_path(str(file))
-        options |= read_options(path)
-        sources.append(path)
-    return override(options, overrides, sources)
+        options |= read_options(expand_path(str(file)))
+    return override(options, overrides)
 
 
-def override(
-    options: Mapping[str, Any], overrides: Sequence[str], sources: Sequence[str]
-) -> Config:
+def override(options: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Returns the `Config` of `options`, {"section.key": value}, overridden by a command line.
 
-    `sources` names the files that the options are from, for the log. Raises `UserError`.
+    Raises `UserError` if an option is unknown or its value is invalid.
     """
     for word in overrides:
         if not re.match(r"[^\s=]+=", word):
             raise UserError(f"{word!r} is not section.key=value: {ONE_WORD}")
     given = dict(map(parse_override, overrides))
     if len(given) < len(overrides):
-        log.info(
-            "options   an option is given twice, so its last value is used. If you gave it once, "
-            "the shell has expanded braces: put the value in quotes"
-        )
-    places = [*sources, "the command line"] if overrides else sources
-    config = compose({**options, **given})
-    log.info(f"options   {', then '.join(places)}")
-    return config
+        log.info(f"options   an option is given twice, so its last value is used: {ONE_WORD}")
+    return compose({**options, **given})
 
 
 def compose(options: Mapping[str, Any]) -> Config:

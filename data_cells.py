@@ -12,6 +12,7 @@ import gzip
 import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -30,11 +31,6 @@ ALIASES = {"node": "gene", "nodes": "genes"}  # {alternative name of a table's f
 # Missing values as pandas, R and spreadsheets write them. A cell is also missing if float() reads
 # it as nan.
 MISSING = {"", "NA", "N/A", "#N/A", "None", "null", "NULL", "<NA>"}
-# The end of the error for a column of words, such as cell lines, among the scores.
-HINT_AT_COVARIATES = (
-    "To use a column of words as an input, see covariates in the section Recipes of "
-    "docs/adapting.md"
-)
 GZIP = b"\x1f\x8b"  # first bytes of a gzipped file
 CHUNK = 2**20  # number of cells that are parsed at once
 # The default limit of 131,072 characters is too small for a cell that lists all nodes.
@@ -80,8 +76,6 @@ class Rows:
             valid |= numbers.isnan()
         if not valid.all():
             row = int((~valid).nonzero()[0])
-            if "genes" in self.cells and not positive and not numbers.isfinite().any():
-                advice += f". {HINT_AT_COVARIATES}"
             raise self.error(row, column, f"is not a number from {least:g} to 1e+30{advice}")
         return numbers
 
@@ -97,15 +91,12 @@ class Rows:
     def names(self, column: str) -> list[str]:
         """Returns a column of names, without blanks around them.
 
-        Raises `DataError` for a name that is empty or contains a tab.
+        Raises `DataError` for an empty name.
         """
         names = [cell.strip() for cell in self.cells[column]]
-        for name in dict.fromkeys(names):
-            if name == "" or "\t" in name:
-                problem = "is empty: write a name, or remove the row"
-                if name:
-                    problem = "contains a tab, which separates cells: rename it"
-                raise self.error(names.index(name), column, problem)
+        if "" in names:
+            problem = "is empty: write a name, or remove the row"
+            raise self.error(names.index(""), column, problem)
         return names
 
     def node_names(self, column: str) -> list[str]:
@@ -133,10 +124,8 @@ class Rows:
         names = [cell.strip() for cell in self.cells["split"]]
         for row, name in enumerate(names):
             if name not in SPLITS:
-                problem = f"is not one of {', '.join(SPLITS)}: correct this cell"
-                raise self.error(row, "split", problem)
-        positions = [SPLITS.index(name) for name in names]
-        return torch.tensor(positions, dtype=torch.int8)
+                raise self.error(row, "split", "is not train, val or test: correct this cell")
+        return torch.tensor([SPLITS.index(name) for name in names], dtype=torch.int8)
 
     def sets(self) -> tuple[Tensor, Tensor, list[str], Tensor]:
         """Returns the nodes and the levels in the column genes, from cells such as `A,B=0.3`.
@@ -150,7 +139,7 @@ class Rows:
             level: The level of each perturbed node, float64 [total].
 
         Raises:
-            DataError: A name is empty or contains a tab, a level is invalid, or a row has a node at
+            DataError: A name is empty, a level is invalid, or a row has a node at
                 two levels.
         """
         cells = self.cells["genes"]
@@ -162,12 +151,6 @@ class Rows:
         texts = ",".join(filled).split(",") if filled else []
         text_number = {}
         text = number_names(texts, text_number)
-        for one in text_number:
-            if "\t" in one:
-                problem = (
-                    f"contain {one!r:.60}, which has a tab, but tabs separate cells: rename it"
-                )
-                raise self.error(int(row[texts.index(one)]), "genes", problem)
         parsed = list(map(split_level, text_number))
         names = [name for name, _ in parsed]
         level_of_text = torch.tensor([level for _, level in parsed], dtype=torch.float64)
@@ -313,8 +296,8 @@ def read_header(
         kept: Names that are not replaced.
 
     Raises:
-        DataError: The table does not begin with the columns `first`, a column does not have a name
-            or has a name with a tab, or two columns have the same name.
+        DataError: The table does not begin with the columns `first`, a column does not have a name,
+            or two columns have the same name.
     """
     with open_table(path) as file:
         _, cells = next(numbered_rows(path, file), (1, []))
@@ -340,10 +323,10 @@ def read_header(
             f"{path}:1: the header is {text!r:.60}, but it must start with {expected}: {advice}"
         )
     for number, name in enumerate(header, 1):
-        if not name or "\t" in name:
-            problem = "a tab in its name" if name else "no name"
-            raise DataError(f"{path}:1: column {number} has {problem}: remove or rename it")
-        if header.count(name) > 1:
+        if not name:
+            raise DataError(f"{path}:1: column {number} has no name: remove or rename it")
+    for name, count in Counter(header).items():
+        if count > 1:
             raise DataError(f"{path}:1: two columns have the name {name!r:.60}: rename one of them")
     return header
 
@@ -391,10 +374,9 @@ def numbered_rows(path: str, file: TextIO) -> Iterator[tuple[int, list[str]]]:
     line = 0
     try:
         for line, row in enumerate(reader, 1):
-            if reader.line_num != line:
-                raise DataError(
-                    f"{path}:{line}: a quoted cell contains a line break: remove the line break"
-                )
+            if reader.line_num != line or "\t" in "".join(row):
+                problem = "a quoted cell contains a line break or a tab: remove it"
+                raise DataError(f"{path}:{line}: {problem}")
             yield line, row
     except csv.Error as error:
         raise DataError(

@@ -65,10 +65,7 @@ class StepSampler(DistributedSampler):
 
 
 def make_loader(
-    dataset: Dataset,
-    batches: StepSampler | Sequence[Tensor],
-    workers: int,
-    device: torch.device,
+    dataset: Dataset, batches: StepSampler | Sequence[Tensor], workers: int, device: torch.device
 ) -> DataLoader:
     """Returns a DataLoader that yields a batch, on the CPU, for each list of row numbers.
 

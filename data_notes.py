@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from data_cells import Rows, is_missing_name, parse_number
+from data_cells import Rows, is_missing_name
 from errors import counted
 from losses import are_binary
-from metrics import effective_share, weighted_mean
+from metrics import weighted_mean
 from parts import is_here
 
 OUTLYING = 0.25  # largest share of a score's variance that a row may have without a warning
@@ -36,16 +36,8 @@ FEWEST_SCORES = 50  # with fewer scores, a single one may have a large share of 
 FEW_TARGETS = 20  # largest number of targets that are checked separately
 FEW_VALUES = 10  # smallest number of rows or values for a warning about them
 PERCENT = 10  # levels may be percentages if all are above 1 and the largest is at least this
-FEW_RELATIONS = 20  # largest number of relations that may be numbers without a warning
 FEW = 0.1  # smallest effective share of the training rows without a warning about weights
 SHOWN = 10  # largest number of names in a warning
-# Matches the words of a column's name, from `words_of`, if the column is probably not a score.
-NO_SCORE = re.compile(
-    r"p|batch|plate|well|replicate|rep|level|fold|dose|concentration|temperature|weights"
-    r"|(batch|plate|well|replicate) (id|number)|(n|num|number of) .+"
-    r"|(.+ )?([pq] ?val(ue)?s?|p ?adj|fdr|sd|se|sem|std|std ?err|std ?dev)( .+)?"
-    r"|(.+ )?(standard (error|deviation)|variance)( .+)?"
-)
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 # Matches the dates into which spreadsheets, and then pandas, convert names such as MARCH1.
 DATE = re.compile(rf"\d+-({MONTHS})|({MONTHS})-\d+|\d{{4}}-\d\d-\d\d( 00:00:00)?")
@@ -57,9 +49,7 @@ CONTROL = re.compile(r"((neg|negative)?(control|ctrl)|wt|wildtype|ntc?|nontarget
 JOINTS = set("+;|:/&_ ")  # characters that users write between names instead of a comma
 
 
-def notes_on(
-    tables: Any, files: Sequence[str], described: Mapping, row: Tensor, are_chosen: bool
-) -> Iterator[str]:
+def notes_on(tables: Any, files: Sequence[str], described: Mapping, row: Tensor) -> Iterator[str]:
     """Yields warnings about tables that have been read from files.
 
     Args:
@@ -70,17 +60,14 @@ def notes_on(
             includes nodes at level 1.
         are_chosen: Whether data.scores lists the scores.
     """
-    edges, perturbations, features = files
+    _, perturbations, features = files
     connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
-    yield from notes_on_relations(tables, edges)
     yield from notes_on_knocked_out(tables, perturbations, connected)
     yield from notes_on_levels(tables, perturbations, row)
     if features:
         yield from notes_on_features(tables, features, described)
     yield from notes_on_outliers(tables, perturbations)
     yield from notes_on_codes(perturbations, tables.targets, tables.y)
-    if not are_chosen:
-        yield from notes_on_columns(tables, perturbations)
 
 
 def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
@@ -97,7 +84,10 @@ def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
             "all scores are 0 or 1, but optim.loss=squared treats them as measurements: if they "
             "are classes, set optim.loss=binary to predict probabilities"
         )
-    share = effective_share(tables.score_weight(tables.rows("train"))).min().item()
+    weight = tables.score_weight(tables.rows("train"))
+    # The effective number of rows (Kish 1965), divided by the number of rows, [T].
+    shares = weight.sum(dim=0).square() / weight.square().sum(dim=0) / (weight > 0).sum(dim=0)
+    share = shares.min().item()
     if share < FEW:
         yield (
             "a few training rows have most of the weight, as if the model were trained on only "
@@ -142,37 +132,26 @@ def note_on_shared(tables: Any, is_shared: Tensor, problem: str) -> Iterator[str
 
 
 def details(tables: Any) -> str:
-    """Returns the numbers of rows, scores, nodes and features, as a text for the log."""
-    count = torch.bincount(tables.perturbed_ptr.diff()).tolist()
-    rows = [
-        f"{counted(number, 'row')} with {counted(size, 'knock-out')}"
-        for size, number in enumerate(count)
-        if number
-    ]
-    present = (~tables.y.isnan()).sum(dim=0).tolist()
-    scores = [f"{number:,}" for number in present]
-    if len(present) > SHOWN:
-        scores = [f"{min(present):,} to {max(present):,}"]
-    num_sets = int(tables.set_number().max()) + 1
+    """Returns the numbers of sets, scores, nodes and features, as a text for the log."""
+    size = tables.perturbed_ptr.diff()
+    present = (~tables.y.isnan()).sum(dim=0)
     perturbed = tables.perturbed.unique()
     num_unseen = (~tables.is_seen().any(dim=1)[perturbed]).sum()
     num_isolated = (~np.isin(perturbed, tables.edge_index)).sum()  # ten times as fast as torch
+    num_sets = int(tables.set_number().max()) + 1
     texts = [
-        f"{', '.join(rows)}; {counted(num_sets, 'distinct set')}",
+        f"{counted(num_sets, 'distinct set')} of {size.min()} to {size.max()} nodes",
         f"{counted(int((tables.split < 0).sum()), 'row')} in no split",
-        f"rows with each score: {', '.join(scores)}",
+        f"each score in {present.min():,} to {present.max():,} rows",
         f"{counted(len(perturbed), 'knocked-out node')}, {num_isolated:,} of them without edges, "
         f"{num_unseen:,} in no training row with a score",
     ]
     if tables.left_out:
         texts.append(f"unused columns: {', '.join(tables.left_out)}")
     if tables.feature_names:
-        is_bare = (tables.features == 0).all(dim=1)  # features are standardised, and 0 if missing
-        num_features = tables.features.size(1)
-        num_bare = int(is_bare.sum())
-        texts.append(
-            f"{counted(num_features, 'node feature')}; {counted(num_bare, 'node')} without features"
-        )
+        num_features = counted(len(tables.feature_names), "node feature")
+        num_bare = int((tables.features == 0).all(dim=1).sum())  # missing features are 0
+        texts.append(f"{num_features}; {counted(num_bare, 'node')} without features")
     return "; ".join(texts)
 
 
@@ -244,21 +223,6 @@ def codes(values: Tensor) -> Tensor:
     return ends[(is_huge | is_in_nines) & (count > 1)]
 
 
-def notes_on_columns(tables: Any, path: str) -> Iterator[str]:
-    """Yields a warning about columns whose names suggest that they are not scores.
-
-    There is no warning about names of nodes, or about a table with a single score.
-    """
-    others = [name for name in tables.targets if NO_SCORE.fullmatch(words_of(name))]
-    others = [name for name in others if name not in tables.genes]
-    if others and len(tables.targets) > 1:
-        yield (
-            f"{path}: all {len(tables.targets):,} columns are used as scores, so the model is "
-            "trained to predict all of them, but the names of some suggest that they are not "
-            f"scores ({', '.join(others[:SHOWN])}): list the scores in data.scores"
-        )
-
-
 def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
     """Yields warnings about levels and empty cells that probably have a different meaning.
 
@@ -306,17 +270,6 @@ def deviation(values: Tensor) -> Tensor:
     Missing values are ignored. The result is nan for a column without values.
     """
     return (values - values.nanmean(dim=0)).square().nanmean(dim=0).sqrt()
-
-
-def notes_on_relations(tables: Any, path: str) -> Iterator[str]:
-    """Yields a warning if many relations are numbers, because these may be scores of edges."""
-    numbers = [name for name in tables.relations if abs(parse_number(name)) < float("inf")]
-    if len(numbers) > FEW_RELATIONS:
-        yield (
-            f"{path}: {len(numbers):,} relations are numbers, such as {numbers[0]:.60}, and the "
-            "model has separate parameters for each relation: if these numbers are scores of "
-            "edges, rename the column to weight, and add a column relation"
-        )
 
 
 def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
@@ -432,12 +385,6 @@ def without_signs(name: str) -> str:
     plain = unicodedata.normalize("NFKC", name).casefold()
     pieces = re.split(rf"(?<=\d){SIGNS}(?=\d)", plain)
     return " ".join(re.sub(SIGNS, "", piece) for piece in pieces)
-
-
-def words_of(name: str) -> str:
-    """Returns the words of a name in lower case, separated by blanks: pValue becomes p value."""
-    parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return re.sub(SIGNS, " ", parted).strip().lower()
 
 
 def month_of(name: str) -> str:

@@ -128,7 +128,10 @@ class Tables:
         the same nodes have the same number. The sets are numbered from 0, in the order of their
         first rows.
         """
-        return number_in_order(self.set_code(self.node_code(with_levels)))
+        codes = self.set_code(self.node_code(with_levels)).numpy()
+        _, first_row, group = np.unique(codes, return_index=True, return_inverse=True)
+        number = first_row.argsort().argsort()  # the position of each set's first row among them
+        return torch.from_numpy(number[group])
 
     def node_code(self, with_levels: bool = True) -> Tensor:
         """Returns a 64-bit code of each perturbed node, long [total].
@@ -279,23 +282,8 @@ def read_tables(
     data_notes = optional("data_notes")
     if data_notes:
         files = (edges, perturbations, features)
-        tables.notes = [*notes, *data_notes.notes_on(tables, files, described, row, bool(scores))]
+        tables.notes = [*notes, *data_notes.notes_on(tables, files, described, row)]
     return tables
-
-
-def number_in_order(values: Tensor) -> Tensor:
-    """Returns the number of each value in a tensor [n], long [n].
-
-    Equal values have the same number. The distinct values are numbered from 0, in the order of
-    their first rows.
-    """
-    _, group = values.unique(return_inverse=True)
-    row = torch.arange(len(values))
-    first_row = scatter(row, group, reduce="min")
-    is_first = torch.zeros(len(values), dtype=torch.bool)
-    is_first[first_row] = True
-    number = is_first.cumsum(0) - 1  # the number of the value whose first row this is
-    return number[first_row[group]]
 
 
 def read_edges(
@@ -365,7 +353,8 @@ def read_knockouts(
     for rows in read_rows(path, header, has_bar=True):
         row, name, names, level = checked_sets(rows, nodes)
         node = number_names(names, node_number)[name]
-        y = rows.table(targets, ": correct it, or list only the score columns in data.scores")
+        advice = ": correct it, list the scores in data.scores, or apply the recipe covariates"
+        y = rows.table(targets, advice)
         line = torch.tensor(rows.lines, dtype=torch.int)
         chunk = {"row": row + num_rows, "node": node, "level": level, "line": line, "y": y}
         if "split" in header:

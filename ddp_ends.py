@@ -32,13 +32,8 @@ def log_and_print(text: str) -> None:
 class StopTraining(Exception):
     """Ends training on request. Every rank raises this exception after the same step.
 
-    Args:
-        reason: one of `StopRequest.REASONS`.
+    Its text is the reason, one of `StopRequest.REASONS`.
     """
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-        self.reason = reason
 
 
 class StopRequest:
@@ -62,10 +57,8 @@ class StopRequest:
         self.reason = 0  # index in REASONS
         self.undo = contextlib.ExitStack()
         # Only the main thread can handle signals.
-        if threading.current_thread() is threading.main_thread():
-            self._take_signals()
-
-    def _take_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in self.SIGNALS:
             by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not by_nohup:

@@ -364,16 +364,17 @@ def setup(ddp: Distributed) -> Distributed:
             ddp.world_size = int(os.environ["WORLD_SIZE"])
             ddp.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         except (KeyError, ValueError) as error:
-            name = "WORLD_SIZE" if "WORLD_SIZE" in os.environ else "RANK"
             raise UserError(
-                f"the environment variable {name} is set, but not by torchrun (missing or "
-                f"invalid: {error}): use torchrun, or unset the variable"
+                f"WORLD_SIZE or RANK is set in the environment, but not by torchrun (missing or "
+                f"invalid: {error}): use torchrun, or unset these variables"
             ) from None
         join_group(ddp)
     else:
         ddp.store = dist.HashStore()
     ddp.cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-    ddp.threads = set_threads(ddp.local_world_size)
+    threads = optional("ddp_threads")
+    reason = "chosen by torch" if threads is None else threads.set_threads(ddp.local_world_size)
+    ddp.threads = f"{torch.get_num_threads()} ({reason})"
     with ddp.sync_errors():  # otherwise, the other ranks would wait for a rank without a device
         ddp.device = choose_device(ddp)
         if ddp.device.type == "cuda":
@@ -388,23 +389,6 @@ def setup(ddp: Distributed) -> Distributed:
     # Ranks on a CPU and ranks on a GPU use different backends, and would wait for each other.
     ddp.check_equal({"device": ddp.device.type})
     return ddp
-
-
-def set_threads(local_world_size: int) -> str:
-    """Sets the number of threads that torch uses in this process.
-
-    Returns a text for the log, with the number of threads and the reason for it. If the variable
-    OMP_NUM_THREADS is set, its value remains in effect.
-    """
-    # If the user has not set this variable, torchrun sets it to 1 for several ranks.
-    if os.environ.get("OMP_NUM_THREADS"):
-        return f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
-    threads = optional("ddp_threads")
-    if threads is None:
-        return f"{torch.get_num_threads()} (chosen by torch)"
-    num_threads, reason = threads.choose_threads(local_world_size)
-    torch.set_num_threads(num_threads)
-    return f"{num_threads} ({reason})"
 
 
 def join_group(ddp: Distributed) -> None:
@@ -536,15 +520,9 @@ def describe(ddp: Distributed) -> str:
     if ddp.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ddp.device)
         device += f" ({torch.cuda.get_device_name(ddp.device)}, {free / 2**30:.1f} GB free)"
-    row = {
-        "rank": ddp.rank,
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "device": device,
-        "threads": ddp.threads,
-        **library_versions(),
-    }
-    lines = ddp.gather(", ".join(f"{name} {value}" for name, value in row.items()))
+    process = f"rank {ddp.rank}, host {platform.node()}, pid {os.getpid()}"
+    versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+    lines = ddp.gather(f"{process}, device {device}, threads {ddp.threads}, {versions}")
     threads = optional("ddp_threads")
     if ddp.device.type == "cpu" and threads is not None:
         lines += threads.notes_on_devices()

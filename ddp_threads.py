@@ -12,9 +12,12 @@ of the machine, because it affects the last digits of results.
 """
 
 import argparse
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+GROUPS = Path("/sys/fs/cgroup")  # folder of the root group
 
 
 def choose_threads(num_processes: int) -> tuple[int, str]:
@@ -38,6 +41,21 @@ def choose_threads(num_processes: int) -> tuple[int, str]:
     return num_threads, reason
 
 
+def set_threads(num_processes: int) -> str:
+    """Sets the number of threads that torch uses in this process, and returns the reason for it.
+
+    If the variable OMP_NUM_THREADS is set, its value remains in effect.
+    """
+    import torch  # imported only here, because the import takes about a second
+
+    # If the user has not set this variable, torchrun sets it to 1 for several ranks.
+    if os.environ.get("OMP_NUM_THREADS"):
+        return "OMP_NUM_THREADS"
+    num_threads, reason = choose_threads(num_processes)
+    torch.set_num_threads(num_threads)
+    return reason
+
+
 def count_bound_cpus() -> int:
     """Returns the number of CPUs on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
@@ -45,54 +63,28 @@ def count_bound_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def quotas(proc: Path = Path("/proc/self")) -> Iterator[float]:
+def quotas(file: Path = Path("/proc/self/cgroup"), root: Path = GROUPS) -> Iterator[float]:
     """Yields the CPU quota of each control group of this process that has one, in CPUs.
 
-    Control groups are a mechanism of Linux, which containers and SLURM use to limit resources. Both
-    versions of it are supported; the manual page cgroups(7) describes their files. On other
-    systems, there are no quotas. `proc` is the folder of this process in /proc.
+    Control groups are a mechanism of Linux, which containers and SLURM use to limit resources. Only
+    version 2 is supported; the manual page cgroups(7) describes its files. The parents of a group
+    can have quotas, too. A container may only see its own group, at the place of the root group.
+
+    Args:
+        file: contains the path of the group of this process.
+        root: folder of the root group.
     """
-    for folder in cpu_groups(proc):
-        try:
-            if (folder / "cpu.max").exists():
-                limit, period = (folder / "cpu.max").read_text().split()
-            else:
-                limit = (folder / "cpu.cfs_quota_us").read_text()
-                period = (folder / "cpu.cfs_period_us").read_text()
-            if limit != "max" and int(limit) > 0:
-                yield int(limit) / int(period)
-        except (OSError, ValueError):  # the root group has no such files
-            continue
-
-
-def cpu_groups(proc: Path) -> Iterator[Path]:
-    """Yields the folders of this process's control groups that can limit CPUs, and their parents.
-
-    A container may only see the folder of its own group, mounted at the place of the root group.
-    """
-    try:
-        groups = (proc / "cgroup").read_text().splitlines()
-        mounts = (proc / "mountinfo").read_text().splitlines()
-    except OSError:
+    if not file.exists():
         return
-    path_of = {}  # path of this process's group for each version, "cgroup" or "cgroup2"
-    for line in groups:
+    for line in file.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            path_of["cgroup2"] = path
-        elif "cpu" in controllers.split(","):
-            path_of["cgroup"] = path
-    for line in mounts:
-        mount, _, system = line.partition(" - ")
-        # Not `split()`, because the second of these fields may be empty.
-        kind, _, options = system.split(" ")[:3]
-        if kind not in path_of or (kind == "cgroup" and "cpu" not in options.split(",")):
+        if controllers:  # a group of version 1
             continue
-        root, mount_point = (Path(cell) for cell in mount.split()[3:5])
-        path = PurePosixPath(path_of[kind])
-        inner = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
-        for parent in [inner, *inner.parents]:
-            yield mount_point / parent
+        group = PurePosixPath(path.lstrip("/"))
+        for parent in [group, *group.parents]:
+            with contextlib.suppress(OSError, ValueError):  # there is no file, or no limit ("max")
+                limit, period = (root / parent / "cpu.max").read_text().split()
+                yield int(limit) / int(period)
 
 
 def notes_on_devices() -> list[str]:

@@ -5,9 +5,6 @@ Each message says where the error is, what is wrong, and what to do, separated b
 without a traceback.
 """
 
-import os
-from pathlib import Path
-
 
 class UserError(Exception):
     """The configuration or the input is wrong. The process then exits with `status`."""
@@ -26,14 +23,7 @@ class RunError(UserError):
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the reason why a file cannot be used, for a message.
-
-    If the path contains a broken symbolic link, the reason is this link and its target.
-    """
-    path = Path(getattr(error, "filename", None) or "")
-    for place in (path, *path.parents):
-        if os.path.islink(place) and not os.path.exists(place):
-            return f"{place} is a link to {os.readlink(place)}, which cannot be reached"
+    """Returns the reason why a file cannot be used, for a message."""
     return getattr(error, "strerror", None) or str(error)
 
 

@@ -11,12 +11,17 @@ Shapes: n rows of T targets.
 """
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from errors import UserError
+
+log = logging.getLogger("metrics")
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
@@ -41,17 +46,6 @@ def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, 
     std = weighted_mean((values - mean).where(present, 0.0).square(), weight).sqrt()
     largest = values.nan_to_num().abs().amax(dim=0)
     return mean, std.where(std > 1e-12 * largest, 1.0)
-
-
-def effective_share(weight: Tensor) -> Tensor:
-    """Returns the effective number of rows (Kish 1965), divided by the number of rows, [T].
-
-    Only rows with a weight above 0 count. The result is 1 if their weights [n, T] are equal, and
-    small if a few rows have nearly all of the weight. In that case, all other weights are small, so
-    penalties must be small, too.
-    """
-    effective = weight.sum(dim=0).square() / weight.square().sum(dim=0)
-    return effective / (weight > 0).sum(dim=0)
 
 
 def standardise(values: Tensor, weight: Tensor | float = 1.0) -> Tensor:
@@ -137,7 +131,10 @@ def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list
 
 
 def apply(
-    metric: Callable[..., Tensor], y: Tensor, predictions: dict[str, Tensor], weight: Tensor | float
+    metric: Callable[..., Tensor],
+    y: Tensor,
+    predictions: dict[str, Tensor],
+    weight: Tensor | float = 1.0,
 ) -> Tensor:
     """Returns the value of a metric, [T], given {name: predictions, [n, T]}."""
     outputs = {name: predictions[name] for name in outputs_of(metric)}
@@ -169,6 +166,40 @@ def metrics_beside_rivals(
             if not outputs_of(metric, but=predicted):
                 metrics[prefix + name] = apply(metric, y, predicted, weight)
     return metrics
+
+
+def check_metrics(y: Tensor, criterion: Any, loss: str) -> None:
+    """Logs a warning for each metric that needs a prediction that the loss lacks, such as sd.
+
+    The first metric chooses the best model. Raises `UserError` if it needs such a prediction, or if
+    it is larger for shuffled scores than for the scores themselves, y [n, T].
+    """
+    generator = torch.Generator().manual_seed(0)
+    y = y[torch.randperm(len(y), generator=generator)[:1000]]
+    predictions = criterion.predictions(y.new_zeros(*y.shape, len(criterion.columns)))
+    shapes = {values.shape for values in predictions.values()}
+    if next(iter(predictions)) != "prediction" or shapes != {y.shape}:
+        raise UserError(
+            f"optim.loss={loss}: its `predictions` must return `prediction` first, and each entry "
+            "with one value for each row and score, [n, T]: see losses.py"
+        )
+    # The true scores as predictions, with further predictions such as an `sd`.
+    truth = predictions | {"prediction": y.where(~y.isnan(), y.nanmean(dim=0))}
+    first = first_metric()
+    for name, metric in METRICS.items():
+        for missing in outputs_of(metric, but=truth):
+            problem = f"the metric {name} needs {missing}, which optim.loss={loss} does not predict"
+            if name == first:
+                raise UserError(f"{problem}: set another loss, or another first metric")
+            log.warning(f"note      {problem}, so it is omitted")
+    order = torch.randperm(len(y), generator=generator)
+    shuffled = {name: values[order] for name, values in truth.items()}
+    gain = apply(METRICS[first], y, truth) - apply(METRICS[first], y, shuffled)
+    if gain.nanmean() < 0:
+        raise UserError(
+            f"the first metric of metrics.METRICS, {first}, is smaller for better predictions: "
+            "return its negative, because the largest value chooses the best model"
+        )
 
 
 def names_in(metrics: dict[str, Any]) -> list[str]:

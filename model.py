@@ -340,11 +340,7 @@ class FirstConv(KnockoutConv):
     """
 
     def forward(
-        self,
-        x: Tensor,
-        sent: Tensor,
-        graph: SharedGraph,
-        samples: Samples | None = None,
+        self, x: Tensor, sent: Tensor, graph: SharedGraph, samples: Samples | None = None
     ) -> Tensor:
         """Returns the states of the nodes after the layer, [N, b, H].
 

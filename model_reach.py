@@ -67,38 +67,32 @@ class WildStates:
     """
 
     def __init__(self, encoder: Encoder):
-        self.layers = None  # the states of the layers so far; None outside of `Encoder.forward`
-        self.h = None
-        self.update = None
+        # The input and the output of each module that is called in `Encoder.forward`: for each
+        # layer, of its normalisation, its activation and the layer itself. None outside of it.
+        self.calls = None
         encoder.register_forward_pre_hook(self.begin)
         encoder.register_forward_hook(self.end)
         for layer in layers_of(encoder):
-            layer.norm.register_forward_hook(self.keep_h)
-            layer.activation.register_forward_pre_hook(self.keep_update)
-            layer.register_forward_hook(self.keep_layer)
+            for module in (layer.norm, layer.activation, layer):
+                module.register_forward_hook(self.keep)
 
     def begin(self, encoder: Encoder, inputs: tuple) -> None:
-        self.layers = []
+        self.calls = []
 
-    def keep_h(self, norm: nn.Module, inputs: tuple, h: Tensor) -> None:
-        if self.layers is not None:
-            self.h = h
-
-    def keep_update(self, activation: nn.Module, inputs: tuple) -> None:
-        if self.layers is not None:
-            (self.update,) = inputs
-
-    def keep_layer(self, layer: KnockoutConv, inputs: tuple, after: Tensor) -> None:
-        if self.layers is not None:
-            self.layers.append(LayerStates(inputs[0], self.h, self.update, after))
-            self.h = self.update = None
+    def keep(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if self.calls is not None:
+            self.calls.append((inputs[0], output))
 
     def end(self, encoder: Encoder, inputs: tuple, wild: WildType) -> WildType | None:
-        """Returns the wild type that uses plans, or None if a state has not been recorded."""
-        layers = self.layers
-        self.layers = None
-        if any(None in states for states in layers):
+        """Returns the wild type that uses plans, or None if a call has not been recorded."""
+        calls = self.calls
+        self.calls = None
+        if len(calls) != 3 * len(layers_of(encoder)):
             return None
+        layers = []
+        for number in range(0, len(calls), 3):
+            (_, h), (update, _), (x, after) = calls[number : number + 3]
+            layers.append(LayerStates(x, h, update, after))
         return wild._replace(pool_batch=functools.partial(pool_planned, layers))
 
 
@@ -245,12 +239,7 @@ def pool_all(
 
 
 def pool_further(
-    term: KnockoutTerm,
-    graph: SharedGraph,
-    x: Tensor,
-    depth: int,
-    samples: Samples,
-    wild: WildType,
+    term: KnockoutTerm, graph: SharedGraph, x: Tensor, depth: int, samples: Samples, wild: WildType
 ) -> Tensor:
     """Returns the pooled changes of some samples, [samples, width].
 

@@ -3,12 +3,8 @@
 If a part has an option, set it to the value in `NEEDS` that does not need the part. Nothing else
 has to change, because no core module imports a part at its top. It imports the part inside the `if`
 of its option, or with `optional`. docs/adapting.md lists the parts. All other modules are the core.
-`code_digest` identifies the code of any module.
 """
 
-import ast
-import functools
-import hashlib
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +14,6 @@ from typing import Any
 from errors import UserError
 
 FOLDER = Path(__file__).parent.resolve()
-OLD_LENGTH = 12  # characters of the code digests in checkpoints of earlier versions
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have a docstring
 # Each row: an option, the module that it needs, its value without the module, and the values that
 # need the module. () means that all other values need it.
 NEEDS = (
@@ -51,43 +45,6 @@ def is_here(name: str) -> bool:
 def module_names() -> frozenset[str]:
     """Returns the file names of all modules of this copy."""
     return frozenset(path.name for path in FOLDER.glob("*.py"))
-
-
-def code_digest(path: Path) -> str:
-    """Returns a hash of the code of a Python module.
-
-    Comments, docstrings and layout do not count, and neither does the version of Python.
-    """
-    return digest_of_source(path.read_bytes(), str(path))
-
-
-@functools.cache
-def digest_of_source(source: bytes, file: str) -> str:
-    tree = ast.parse(source, file)
-    return hashlib.sha256(repr(content_of(tree)).encode()).hexdigest()
-
-
-def comparable(digests: Mapping[str, str]) -> dict[str, str]:
-    """Returns the digests of files without those from earlier versions of the template.
-
-    Those were shorter, and also depended on comments.
-    """
-    return {file: digest for file, digest in digests.items() if len(digest) != OLD_LENGTH}
-
-
-def content_of(value: Any) -> Any:
-    """Returns a syntax tree as nested lists, without docstrings and fields that are empty."""
-    if isinstance(value, list):
-        return [content_of(item) for item in value]
-    if not isinstance(value, ast.AST):
-        return value
-    if isinstance(value, DOCUMENTED) and ast.get_docstring(value, clean=False) is not None:
-        del value.body[0]
-    content = [type(value).__name__]
-    for name, field in ast.iter_fields(value):
-        if field not in (None, []):  # each version of Python adds fields
-            content.append([name, content_of(field)])
-    return content
 
 
 def check_parts(options: Mapping[str, Any]) -> None:

@@ -72,12 +72,7 @@ log = logging.getLogger("predict")
 NUMBER_FORMAT = "%.15g"  # for millions of rows, faster than all digits of test.tsv
 CELLS_AT_ONCE = 2**24  # largest number of output cells that are computed and written at once
 # The options that the command line may set. All other options have their values from training.
-OPTIONS = (
-    "data.batch_size",
-    "model.message_passing",
-    "ddp.startup_timeout_s",
-    "ddp.timeout_s",
-)
+OPTIONS = ("data.batch_size", "model.message_passing", "ddp.startup_timeout_s", "ddp.timeout_s")
 
 
 @dataclass
@@ -229,11 +224,6 @@ def predict(settings: Settings, ddp: Distributed) -> None:
             log.warning(
                 f"note      no living nodes are listed for {file}, because its model does not have "
                 "a knock-out pass that can be explained"
-            )
-        if not any(run.checkpoint["step"] for run in settings.runs):
-            log.warning(
-                "note      living nodes may not contribute to the predictions, because best.pt is "
-                "the model at the start of training"
             )
     write_table(settings, ensemble, survey, explainer)
 

@@ -103,7 +103,7 @@ def options_of_run(checkpoint: dict[str, Any], overrides: Sequence[str]) -> Conf
             f"{checkpoint['file']} was trained with the option {min(unknown)}, which this code "
             "does not have: use the code that trained it, or train again"
         )
-    return override(options, overrides, [checkpoint["file"]])
+    return override(options, overrides)
 
 
 def note_other_code(run: Run) -> None:
@@ -362,14 +362,10 @@ class Ensemble:
 # ---- From Python ---------------------------------------------------------------------------------
 def texts_of(sets: Iterable[str]) -> list[str]:
     """Returns sets of knock-outs as a list; raises `UserError` if a set is not a text."""
-    if isinstance(sets, str):
-        raise UserError(f"sets must be a list, not the single text {sets!r:.60}: write [...]")
     texts = list(sets)
-    for text in texts:
-        if not isinstance(text, str):
-            raise UserError(
-                f"sets: {text!r:.60} is not a text, such as 'A,B=0.3' or, for an intact sample, ''"
-            )
+    if isinstance(sets, str) or not all(isinstance(text, str) for text in texts):
+        example = "['A,B=0.3', ''], where '' is an intact sample"
+        raise UserError(f"sets={sets!r:.60} must be a list of texts, such as {example}")
     return texts
 
 
@@ -475,9 +471,7 @@ class Predictor:
         return Prediction(values[:, :, 0], sd, self.targets)
 
     def parts(
-        self,
-        sets: Sequence[str],
-        columns: Mapping[str, Sequence[Any]] | None = None,
+        self, sets: Sequence[str], columns: Mapping[str, Sequence[Any]] | None = None
     ) -> dict[str, np.ndarray]:
         """Returns the terms of each prediction by name, float64 [n, T] each.
 

@@ -5,15 +5,19 @@ from `code_of_steps`. A resumed run and a prediction compare these hashes with t
 current code. The ranks of a run compare their hashes with each other.
 """
 
+import ast
+import functools
+import hashlib
 import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from parts import FOLDER, code_digest, comparable
+from parts import FOLDER
 from run_checkpoint import TrainState
 
 log = logging.getLogger("run_changes")
@@ -21,6 +25,8 @@ log = logging.getLogger("run_changes")
 COMPARED = "python|torch|CUDA|float32 matmul precision|torch-geometric|numpy"
 VERSION = re.compile(rf"^({COMPARED}): (.*)", re.M)
 # Files with these prefixes do not affect the numbers of a model.
+OLD_LENGTH = 12  # characters of the code digests in checkpoints of earlier versions
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have a docstring
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
 
@@ -122,6 +128,43 @@ def hashes_of(files: Iterable[str]) -> dict[str, str]:
         if path.is_file():
             digests[file] = code_digest(path)[:16]
     return digests
+
+
+def code_digest(path: Path) -> str:
+    """Returns a hash of the code of a Python module.
+
+    Comments, docstrings and layout do not count, and neither does the version of Python.
+    """
+    return digest_of_source(path.read_bytes(), str(path))
+
+
+@functools.cache
+def digest_of_source(source: bytes, file: str) -> str:
+    tree = ast.parse(source, file)
+    return hashlib.sha256(repr(content_of(tree)).encode()).hexdigest()
+
+
+def comparable(digests: Mapping[str, str]) -> dict[str, str]:
+    """Returns the digests of files without those from earlier versions of the template.
+
+    Those were shorter, and also depended on comments.
+    """
+    return {file: digest for file, digest in digests.items() if len(digest) != OLD_LENGTH}
+
+
+def content_of(value: Any) -> Any:
+    """Returns a syntax tree as nested lists, without docstrings and fields that are empty."""
+    if isinstance(value, list):
+        return [content_of(item) for item in value]
+    if not isinstance(value, ast.AST):
+        return value
+    if isinstance(value, DOCUMENTED) and ast.get_docstring(value, clean=False) is not None:
+        del value.body[0]
+    content = [type(value).__name__]
+    for name, field in ast.iter_fields(value):
+        if field not in (None, []):  # each version of Python adds fields
+            content.append([name, content_of(field)])
+    return content
 
 
 def other_code(checkpoint: Mapping[str, Any], code: Mapping[str, str]) -> str:

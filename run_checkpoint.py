@@ -5,21 +5,18 @@ A checkpoint is a file with the `TrainState` of a run and its `Origin`. It is lo
 """
 
 import contextlib
-import fcntl
-import logging
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 from errors import RunError, UserError, reason_of
 
-log = logging.getLogger("run_checkpoint")
 # The first characters of the fingerprints of tables. Earlier versions of the template only wrote a
 # hash, which also depended on fields that the tables do not use.
 FINGERPRINT = "v2:"
@@ -263,19 +260,3 @@ def explain_write_errors(
         raise kind(
             f"cannot write {path}: {reason_of(error)}: fix this or {advice}, and start again"
         ) from None
-
-
-def lock_file(file: IO) -> None:
-    """Locks an open file until it is closed.
-
-    If the file system does not support locks, such as Lustre without the option flock, the function
-    logs a warning and does not lock the file. Raises `BlockingIOError` if another process has
-    locked the file.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        problem = f"cannot be locked ({reason_of(error)}): make sure no other process writes it"
-        log.warning(f"note      {file.name} {problem}")

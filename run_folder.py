@@ -5,6 +5,7 @@ files.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,6 @@ from run_checkpoint import (
     best_checkpoint,
     explain_write_errors,
     load_file,
-    lock_file,
     may_compare,
     read_checkpoint,
     save_atomically,
@@ -67,17 +67,13 @@ class RunConfig:
     init: str = field(default="", metadata={"path": True})
 
     def __post_init__(self):
-        if set("${") & set(self.name):  # for example in run.init=runs/$NAME
-            raise ValueError(
-                f"run.name={self.name!r} contains '$' or '{{', but paths expand variables: use "
-                "letters, digits, '-', '_' and '/'"
-            )
         folder = Path(self.dir).name
         first, *further = self.name.split("/")
-        if {"", ".", ".."} & {first, *further} or (further and first == folder):
+        is_wrong = {"", ".", ".."} & {first, *further} or (further and first == folder)
+        if is_wrong or set("${") & set(self.name):  # $ and { would be expanded in run.init
             raise ValueError(
-                f"run.name={self.name!r} must be a path relative to run.dir, such as "
-                f"a/b: leave out '{folder}/', '.', '..' and empty parts"
+                f"run.name={self.name!r} must be a path relative to run.dir, such as a/b: leave "
+                f"out '{folder}/', '.', '..', empty parts, '$' and '{{'"
             )
 
 
@@ -147,10 +143,15 @@ class RunFolder:
         """
         self.lock = self.ddp.cleanup.enter_context((self.checkpoints / ".lock").open("a"))
         for _ in range(100):
-            with contextlib.suppress(BlockingIOError):
-                lock_file(self.lock)
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            time.sleep(0.1)
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError as error:  # a file system without locks, such as Lustre without flock
+                problem = f"cannot be locked ({reason_of(error)}): let no other process write it"
+                log.warning(f"note      {self.lock.name} {problem}")
+                return
         raise UserError(
             f"another process is training in {self.path}: wait for it, or set another run.name"
         )
@@ -195,12 +196,11 @@ class RunFolder:
         self.first_step = state.step
         self.last_step = steps_per_epoch * self.config.optim.epochs
         changes = optional("run_changes")
-        with self.ddp.sync_errors():
-            if self.ddp.rank == 0 and state.step > 0 and changes is not None:
-                changes.compare_steps(self, state, checkpoint, steps_per_epoch)
         self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
         ranks = describe(self.ddp)
         with self.ddp.sync_errors():
+            if self.ddp.rank == 0 and state.step > 0 and changes is not None:
+                changes.compare_steps(self, state, checkpoint, steps_per_epoch)
             self._start_files(state, ranks, steps_per_epoch)
             if self.ddp.rank == 0 and state.best is not None:
                 self._restore_best(checkpoint, state, steps_per_epoch)
@@ -287,7 +287,7 @@ class RunFolder:
             self._add_environment(ranks)
             if not state.is_trained(self.config.optim, steps_per_epoch):
                 # The run has finished before, with fewer epochs. Its test results are outdated.
-                for name in ("test.tsv", "test.json", "test.svg"):
+                for name in ("test.tsv", "test.json"):
                     (self.path / name).unlink(missing_ok=True)
             self._open_metrics(state)
         is_resumed = state.step > 0 or state.best is not None
@@ -423,14 +423,8 @@ class RunFolder:
             reason: the reason why the run was stopped or failed.
         """
         self.write_status("running" if event in ("started", "resumed") else event, reason)
-        self.write(
-            "event",
-            state,
-            event=event,
-            reason=reason,
-            time=time.time(),
-            world_size=self.ddp.world_size,
-        )
+        values = {"event": event, "reason": reason, "time": time.time()}
+        self.write("event", state, **values, world_size=self.ddp.world_size)
 
     def write_status(self, state: str, reason: str = "") -> None:
         """Writes status.json on rank 0.
@@ -491,16 +485,14 @@ class RunFolder:
         return f"run: {left} left  {self.loss_and_speed}".rstrip()
 
     # ---- Traces ----------------------------------------------------------------------------------
-    @contextlib.contextmanager
-    def profile(self) -> Iterator[None]:
+    def profile(self) -> contextlib.AbstractContextManager:
         """Returns a context manager that traces log.profile_steps steps after the first three.
 
         In the block, call `profile_step` after each step. Each rank writes its own trace.
         """
         num_steps = self.config.log.profile_steps
         if not num_steps:
-            yield
-            return
+            return contextlib.nullcontext()
         file = str(self.path / f"trace.rank{self.ddp.rank}.json")
         # The third step captures the CUDA graph of the optimiser. Tracing starts after it, because
         # before CUDA 12.6, a capture may crash while CUPTI is tracing.
@@ -508,8 +500,7 @@ class RunFolder:
         self.profiler = torch.profiler.profile(
             schedule=schedule, on_trace_ready=lambda profiler: profiler.export_chrome_trace(file)
         )
-        with self.profiler:
-            yield
+        return self.profiler
 
     def profile_step(self) -> None:
         """Signals the end of a step to the profiler, if there is one."""

@@ -4,25 +4,18 @@
 predictions as points in one panel. A `Panel` is a grid with round numbers on each axis.
 """
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from metrics import mean_and_std, pearson, quality
+from metrics import quality
 
 GREY = "#868e96"
 BLUE = "#228be6"
 ORANGE = "#e8590c"
-COLOURS = (BLUE, ORANGE, "#2f9e44", "#be4bdb", "#f08c00", "#0c8599")
 STYLE = f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" fill="{GREY}"'
 LINE = f'stroke="{GREY}" stroke-opacity=".3"'  # style of the lines of a grid
 MOST_TICKS = 7  # an axis has at most this many numbers
-POINTS = 2000  # a plot has at most this many points
-COLOURED = 6  # up to this many targets, each target has its own colour
 
 Point = tuple[float, float]
 
@@ -194,65 +187,3 @@ def curves_panel(
         svg.append(f'<polyline points="{line}" {style}/>')
     svg.append("</g>")
     return svg
-
-
-def predictions_svg(y: Tensor, prediction: Tensor, targets: Sequence[str]) -> str:
-    """Returns an SVG of scores [n, T] against their predictions [n, T], with a colour per target.
-
-    The label of a target is its name and its Pearson correlation. If there are several targets,
-    each target is standardised. More than `COLOURED` targets are plotted in the same colour, with
-    the mean of their correlations.
-    """
-    r = pearson(y, prediction)
-    unit = ""
-    if len(targets) > 1:
-        mean, std = mean_and_std(y)
-        y = (y - mean) / std
-        prediction = (prediction - mean) / std
-        unit = " (standardised)"
-    columns = {target: [t] for t, target in enumerate(targets)}
-    measure = "Pearson"
-    if len(columns) > COLOURED:
-        columns = {f"{len(columns):,} targets": list(range(len(columns)))}
-        measure = "mean Pearson"
-    most = POINTS // len(columns)
-    groups = []
-    for name, numbers in columns.items():
-        points = torch.stack([prediction[:, numbers].flatten(), y[:, numbers].flatten()], dim=1)
-        points = points[points.isfinite().all(dim=1)]
-        if len(points) > most:
-            chosen = torch.linspace(0, len(points) - 1, most, dtype=torch.float64)
-            points = points[chosen.long()]
-        label = f"{name:.30}: {measure} {r[numbers].nanmean():.4f}"
-        groups.append((label, points.tolist()))
-    return scatter_svg(groups, f"prediction{unit}", f"score{unit}")
-
-
-def scatter_svg(groups: Sequence[tuple[str, Sequence[Point]]], x_label: str, y_label: str) -> str:
-    """Returns an SVG of groups of points in a square, with the diagonal.
-
-    Both axes of the square have the same numbers. Each group has its own colour.
-
-    Args:
-        groups: the label and the points of each group.
-        x_label: the label of the x axis.
-        y_label: the label of the y axis.
-    """
-    ticks = round_ticks([value for _, points in groups for point in points for value in point])
-    panel = Panel(400, 400, ticks, ticks)
-    svg = [f'<svg viewBox="0 0 490 490" {STYLE}>', '<g transform="translate(70 20)">']
-    svg += panel.grid()
-    svg.append(f'<path d="M0 400L400 0" stroke="{GREY}" stroke-dasharray="6 4"/>')
-    svg.append(centred_text(200, 450, x_label))
-    svg.append(
-        f'<text transform="translate(-54 200) rotate(-90)" text-anchor="middle">{y_label}</text>'
-    )
-    for number, (label, points) in enumerate(groups):
-        svg.append(f'<g fill="{COLOURS[number % len(COLOURS)]}" fill-opacity=".5">')
-        text = html.escape(label)
-        svg.append(f'<text x="8" y="{16 + 16 * number}" fill-opacity="1">{text}</text>')
-        for point in points:
-            right, down = panel.place(point)
-            svg.append(f'<circle cx="{right:.1f}" cy="{down:.1f}" r="2.5"/>')
-        svg.append("</g>")
-    return "\n".join([*svg, "</g>", "</svg>\n"])

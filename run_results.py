@@ -10,17 +10,21 @@ In shapes, N is the number of nodes, n is the number of rows, and T is the numbe
 import functools
 import hashlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from data_cells import open_table, read_rows
 from data_tables import OF_GRAPH, Tables
-from errors import UserError
+from errors import DataError, UserError
 from run_checkpoint import explain_write_errors, save_atomically
 from run_folder import RunFolder
 
+WRITE_AGAIN = "repeat the command of the run to write the file again"
+OF_NODES = ("genes", "unseen", "unseen_genes")  # the first columns of test.tsv
 OUTPUT = "prediction_"  # prefix of the columns of all predictions except `prediction`
 
 
@@ -108,7 +112,7 @@ def result_lines(
     numbers = torch.stack(of_targets, dim=2).flatten(start_dim=1)
     names = [name if name == "prediction" else OUTPUT + name for name in predictions]
     suffixes = ["", *(f"_{name}" for name in [*names, *rivals])]
-    header = ["genes", "unseen", "unseen_genes"]
+    header = [*OF_NODES]
     name = "weight" if tables.sd is None else "sd"
     of_rows = getattr(tables, name)
     if of_rows is not None:
@@ -117,6 +121,66 @@ def result_lines(
     header += [target + suffix for target in tables.targets for suffix in suffixes]
     yield "\t".join(header) + "\n"
     yield from table_lines(row_labels(tables, "test"), numbers)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Returns the content of a test.tsv as the fields of `analyse_results.Results`.
+
+    Raises `DataError` if the file cannot be read, or if `result_lines` does not write such a table.
+    """
+    with open_table(str(path)) as file:
+        header = file.readline().rstrip("\n").split("\t")
+    of_rows, targets, kinds = names_in_header(path, header)
+    # Two columns can have the same name, such as s_prediction for the scores s and s_prediction.
+    columns = [*OF_NODES, *(f"cell {number}" for number in range(4, len(header) + 1))]
+    fields = {"genes": [], "unseen_genes": [], "targets": targets}
+    unseen = []
+    numbers = []
+    for rows in read_rows(str(path), columns):
+        for row, cell in enumerate(rows.cells["unseen"]):
+            counts = cell.split(",")
+            if len(counts) not in (1, len(targets)) or not all(map(str.isdecimal, counts)):
+                problem = f"must be a number, or a number for each score: {WRITE_AGAIN}"
+                raise rows.error(row, "unseen", problem)
+            unseen.append(torch.tensor(list(map(int, counts))).expand(len(targets)))
+        fields["genes"] += rows.cells["genes"]
+        fields["unseen_genes"] += rows.cells["unseen_genes"]
+        numbers.append(rows.table(columns[3:], f": {WRITE_AGAIN}"))
+    fields["unseen"] = torch.stack(unseen)
+    by_row, by_target = torch.cat(numbers).tensor_split([len(of_rows)], dim=1)
+    fields |= zip(of_rows, by_row.unbind(dim=1), strict=True)
+    fields["y"], *of_kinds = by_target.unflatten(1, (-1, len(kinds) + 1)).unbind(dim=2)
+    fields["predictions"] = {}
+    fields["rivals"] = {}
+    for kind, column in zip(kinds, of_kinds, strict=True):
+        if f"{kind}_".startswith(OUTPUT):
+            fields["predictions"][kind.removeprefix(OUTPUT)] = column
+        else:
+            fields["rivals"][kind] = column
+    return fields
+
+
+def names_in_header(path: Path, header: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the names in the header of a test.tsv, as three lists.
+
+    They are the column `weight` or `sd` if there is one, the targets, and the names of the columns
+    that each target has after its score. Raises `DataError` if `result_lines` does not write such a
+    header.
+    """
+    targets = []
+    for name, next_name in pairwise(header[3:]):
+        if next_name == f"{name}_prediction":
+            targets.append(name)
+    first = header.index(targets[0], 3) if targets else len(header)
+    width = (len(header) - first) // max(1, len(targets))  # number of columns of each target
+    kinds = [name.removeprefix(f"{targets[0]}_") for name in header[first + 1 : first + width]]
+    of_rows = header[3:first]
+    expected = [*OF_NODES, *of_rows]
+    for target in targets:
+        expected += [target, *(f"{target}_{kind}" for kind in kinds)]
+    if not targets or header != expected or of_rows not in ([], ["weight"], ["sd"]):
+        raise DataError(f"{path}:1: the columns are not the columns of a test.tsv: {WRITE_AGAIN}")
+    return of_rows, targets, kinds
 
 
 def row_labels(tables: Tables, split: str) -> Iterator[str]:

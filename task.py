@@ -28,15 +28,7 @@ from ddp_setup import Distributed
 from errors import RunError, UserError, counted
 from losses import LOSSES, Criterion
 from mask import SharedGraph
-from metrics import (
-    METRICS,
-    first_metric,
-    mean_and_std,
-    metrics_beside_rivals,
-    mse,
-    outputs_of,
-    weighted_mean,
-)
+from metrics import check_metrics, mean_and_std, metrics_beside_rivals, mse, weighted_mean
 from model import GlobalReadout, KnockoutGNN, LocalReadout
 from parts import optional
 from run_checkpoint import Origin
@@ -97,7 +89,7 @@ class KnockoutTask:
         loss = LOSSES[config.optim.loss]
         mean, std = loss.origin_and_unit(*training_mean_and_std(tables))
         criterion = loss(mean, std).to(device)
-        check_metrics(tables, loss(mean, std), config.optim.loss)
+        check_metrics(tables.y[tables.rows("train")], loss(mean, std), config.optim.loss)
         dataset, route = make_dataset(tables, graph, config)
         if config.model.has_pairs:
             from model_pairs import add_pair_features  # an optional part
@@ -305,13 +297,11 @@ class KnockoutTask:
     def summary(self) -> str:
         """Returns a text for the log with the numbers of nodes, edges, samples and scores."""
         tables = self.tables
-        counts = tables.perturbed_ptr.diff()
         splits = ", ".join(f"{len(tables.rows(split)):,} {split}" for split in SPLITS)
         text = (
             f"{counted(len(tables.genes), 'node')}, {counted(len(tables.edge_type), 'edge')} in "
-            f"{counted(len(tables.relations), 'relation')}, {counted(len(tables.y), 'sample')} "
-            f"with {counts.min()} to {counted(int(counts.max()), 'knock-out')}: {splits}; "
-            f"{counted(len(tables.targets), 'score')}: {', '.join(tables.targets[:5])}"
+            f"{counted(len(tables.relations), 'relation')}, {counted(len(tables.y), 'sample')}: "
+            f"{splits}; {counted(len(tables.targets), 'score')}: {', '.join(tables.targets[:5])}"
         )
         data_notes = optional("data_notes")
         if data_notes is not None:
@@ -378,40 +368,3 @@ def check_scores(tables: Tables, config: Config) -> None:
             "so digits would be lost: subtract a constant from this score"
         )
     LOSSES[config.optim.loss].check(tables.y)
-
-
-def check_metrics(tables: Tables, criterion: Criterion, loss: str) -> None:
-    """Logs a warning for each metric that needs a prediction that the loss lacks, such as sd.
-
-    The first metric chooses the best model. Raises `UserError` if it needs such a prediction, or if
-    it is larger for shuffled scores than for the scores themselves.
-    """
-    generator = torch.Generator().manual_seed(0)
-    rows = tables.rows("train")
-    y = tables.y[rows[torch.randperm(len(rows), generator=generator)[:1000]]]
-    output = y.new_zeros(*y.shape, len(criterion.columns))
-    predictions = criterion.predictions(output)
-    shapes = {values.shape for values in predictions.values()}
-    if next(iter(predictions)) != "prediction" or shapes != {y.shape}:
-        raise UserError(
-            f"optim.loss={loss}: its `predictions` must return `prediction` first, and each entry "
-            "with one value for each row and score, [n, T]: see losses.py"
-        )
-    # The true scores as predictions, with further predictions such as an `sd`.
-    truth = predictions | {"prediction": y.where(~y.isnan(), y.nanmean(dim=0))}
-    for name, metric in METRICS.items():
-        for missing in outputs_of(metric, but=truth):
-            problem = f"the metric {name} needs {missing}, which optim.loss={loss} does not predict"
-            if name == first_metric():
-                raise UserError(f"{problem}: set another loss, or another first metric")
-            log.warning(f"note      {problem}, so it is omitted")
-    first = first_metric()
-    order = torch.randperm(len(y), generator=generator)
-    shuffled = {name: values[order] for name, values in truth.items()}
-    of_truth = metrics_beside_rivals(y, truth, {})[first]
-    of_shuffled = metrics_beside_rivals(y, shuffled, {})[first]
-    if (of_truth - of_shuffled).nanmean() < 0:
-        raise UserError(
-            f"the first metric of metrics.METRICS, {first}, is smaller for better predictions: "
-            "return its negative, because the largest value chooses the best model"
-        )

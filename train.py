@@ -141,7 +141,7 @@ def train(config: Config, ddp: Distributed) -> None:
         )
         order_buckets(ddp_model, task, ddp)
         step_parts = step_parts._replace(model=ddp_model)
-    log_plan(task, model, step_parts, sampler, ddp)
+    log_plan(task, model, sampler, step_parts.note)
     folder.write_status("running")  # adds the warnings of `log_plan` to status.json
     try:
         if state.best is None:
@@ -160,7 +160,7 @@ def train(config: Config, ddp: Distributed) -> None:
         log.info(f"trained   {epochs}: increase optim.{option} to train further")
         test(task, state, folder, ddp)
     except StopTraining as stop:  # every rank raises it after the same step
-        folder.stop(state, stop.reason)
+        folder.stop(state, str(stop))
 
 
 def train_epoch(
@@ -468,23 +468,20 @@ def order_buckets(ddp_model: nn.Module, task: KnockoutTask, ddp: Distributed) ->
     ddp_model.zero_grad(set_to_none=True)
 
 
-def log_plan(
-    task: KnockoutTask,
-    model: nn.Module,
-    step_parts: StepParts,
-    sampler: StepSampler,
-    ddp: Distributed,
-) -> None:
-    """Logs the data, warnings about tables and options, the model and the batch size."""
+def log_plan(task: KnockoutTask, model: nn.Module, sampler: StepSampler, graphs: str) -> None:
+    """Logs the data, warnings about tables and options, the model and the batch size.
+
+    `graphs` says whether steps are captured. It is appended to the line about the model.
+    """
     config = task.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(f"data      {task.summary()}")
     for note in task.notes():
         log.warning(f"note      {note}")
-    log.info(f"model     {num_parameters:,} parameters; {task.route}{step_parts.note}")
+    log.info(f"model     {num_parameters:,} parameters; {task.route}{graphs}")
     log.info(
         f"batch     {counted(config.data.batch_size, 'sample')} over "
-        f"{counted(ddp.world_size, 'rank')} and "
+        f"{counted(sampler.num_replicas, 'rank')} and "
         f"{counted(config.optim.accumulate, 'micro-batch', 'micro-batches')}, "
         f"{counted(sampler.steps_per_epoch, 'step')} per epoch"
     )
