@@ -101,8 +101,6 @@ def parse_arguments() -> argparse.Namespace:
         default=600.0,
         help="largest duration of a launch in seconds (default: 600)",
     )
-    for module in FURTHER:
-        module.add_options(parser)
     parser.set_defaults(cpu=True)
     options, arguments = parser.parse_known_args()
     options.arguments = arguments

@@ -87,8 +87,10 @@ def one_rank(train, orders) -> Path:
 def model(options) -> nn.Module:
     """The model of the runs, before training."""
     config = read_config(options)
+    ddp = Distributed(config.ddp)
+    ddp.is_distributed = False  # even if torchrun has started the tests
     with load_few_rows():
-        return KnockoutTask.load(config, Distributed(config.ddp)).build_model()
+        return KnockoutTask.load(config, ddp).build_model()
 
 
 def parameters(run: Path) -> dict[str, Tensor]:

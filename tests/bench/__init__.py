@@ -5,8 +5,7 @@
 - routes: computing only the states that change, compared with computing all states.
 - host: the number of kernels of a step.
 - tables: reading tables with millions of rows.
-- quality: predictions of the model, compared with rivals in `baselines` and `profiles`.
-- coverage: how often confidence intervals contain the true value.
+- quality: predictions of the model, compared with rivals in `baselines`.
 
 README.md has their results. Methods that are compared within one process are called in turn, so
 that a slowdown of the machine affects all of them. Therefore, quote ratios, not times.

@@ -3,13 +3,12 @@
     python -m tests.bench.quality [--config FILE] [--preset NAME] [--splits random:0 ...]
         [section.key=value ...]
 
-Rivals: `tests.bench.profiles` has the rivals for scores that are named after nodes of the graph.
-`tests.bench.baselines` has the rivals for all other scores.
+Rivals: they are in `tests.bench.baselines`, for tables with one score.
 
-Models: train.py trains variants of our model with the given options. `local`, `global`, `both` and
-`nodes` are values of model.readout. `permuted` has the readout of the options, but the names of
-genes are permuted in the graph, so that the graph has no information. With `--seeds 5`, five runs
-of each variant are trained, with run.seed 0 to 4, and their mean prediction is listed, too.
+Models: train.py trains variants of our model with the given options. `local`, `global` and `both`
+are values of model.readout. `permuted` has the readout of the options, but the names of genes are
+permuted in the graph, so that the graph has no information. With `--seeds 5`, five runs of each
+variant are trained, with run.seed 0 to 4, and their mean prediction is listed, too.
 
 Tables: with `--preset`, the tables are from `tests.bench.synthetic`. Their scores without noise are
 listed as the noise ceiling, which no model can exceed.
@@ -21,8 +20,7 @@ levels `HELD_BACK`, which do not occur in training.
 
 Comparison: all settings are chosen on validation rows. The best rival of each kind of split is also
 chosen on validation rows. All others are compared with it by a paired bootstrap over the test rows,
-which resamples clusters like analyse.py. Pearson's r is over rows, as a mean over the scores. For
-profiles, Pearson's r over the scores of each row is reported, too.
+which resamples clusters like analyse.py.
 
 After an interruption, the same command resumes the study. Runs in `--dir` are reused if their
 options, their data and the code of train.py have not changed.
@@ -37,8 +35,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,14 +43,8 @@ import torch
 from torch import Tensor
 
 import data
-from analyse_metrics import (
-    centred,
-    interval,
-    number_of_resamples,
-    pearson_of_rows,
-    resampled_pearson,
-    resampled_sums,
-)
+from analyse_metrics import interval, number_of_resamples, resampled_pearson
+from analyse_results import Results
 from config import Config, load_config
 from data_cache import source_digest
 from data_cells import SPLITS
@@ -63,16 +54,15 @@ from errors import UserError
 from evaluate import predict_rows
 from metrics import mse, pearson
 from run_checkpoint import load_model, read_checkpoint, write_atomically
+from run_results import row_labels
 from task import KnockoutTask
 from tests.bench import report
 from tests.bench.baselines import BASELINES, LEVELS, Problem
-from tests.bench.profiles import RIVALS, Profiles, are_profiles
 from tests.bench.synthetic import PRESETS, generate, write
 from tests.tools.runs import ROOT
 from train import train
 
-MODELS = ("local", "global", "both", "permuted")  # variants of our model for a single score
-PROFILE_MODELS = ("nodes", "permuted")
+MODELS = ("local", "global", "both", "permuted")  # variants of our model
 CEILING = "noise ceiling"
 HELD_BACK = (0.25, 3.0)  # levels that only occur in test rows of a split `levels`
 DEFAULT_SPLITS = [f"{kind}:{seed}" for kind in ("random", "nodes") for seed in range(3)]
@@ -95,10 +85,7 @@ def main() -> None:
         sys.exit("interrupted: the same command resumes the study")
     sections = {}
     for kind, splits in results.items():
-        first = next(iter(splits.values()))
-        for measure in MEASURES:
-            if all(measure in figures for figures in first.values()):
-                sections |= summary(kind, splits, measure)
+        sections |= summary(kind, splits)
     report(sections, ddp.device, options.json)
 
 
@@ -123,8 +110,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="*",
-        choices=[*MODELS, "nodes"],
-        help="variants of our model (default: all that are suitable for the scores)",
+        choices=MODELS,
+        default=MODELS,
+        help="variants of our model (default: all)",
     )
     parser.add_argument(
         "--seeds",
@@ -143,8 +131,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     options = parser.parse_args([argument for argument in arguments if argument not in overrides])
     for split in options.splits:
-        if not re.fullmatch(r"(random|nodes|levels):\d+", split):
-            parser.error(f"--splits: {split!r} is not random:SEED, nodes:SEED or levels:SEED")
+        if not re.fullmatch(r"(random|nodes|levels|folds):\d+", split):
+            kinds = "random:SEED, nodes:SEED, levels:SEED or folds:FOLD"
+            parser.error(f"--splits: {split!r} is not {kinds}")
     options.overrides = overrides
     options.signal = None
     if options.preset:
@@ -172,11 +161,9 @@ def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[s
     else:
         overrides += [f"data.split={kind}", f"data.split_seed={seed}"]
     tables = data.load(load_config(options.config, overrides).data)
-    is_profile = are_profiles(tables)
-    if tables.y.size(1) > 1 and not is_profile:
+    if tables.y.size(1) > 1:
         raise UserError(
-            "tests.bench.quality: the table has several scores that are not nodes of the graph: "
-            "select one score with data.scores"
+            "tests.bench.quality: the table has several scores: select one score with data.scores"
         )
     results = {}
 
@@ -185,13 +172,11 @@ def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[s
         figures["seconds"] = round(seconds, 2)
         results[name] = figures
         line = "{validation:.4f} on validation rows, {Pearson:.4f} on test rows, {seconds:,.1f} s"
-        if is_profile:
-            line += "; over the scores of a row {row validation:.4f} and {row Pearson:.4f}"
         text = line.format(**figures)
         print(f"{split}  {name}: Pearson {text}", file=sys.stderr, flush=True)
 
     enter_rivals(tables, enter)
-    for variant in chosen_models(options, tables):
+    for variant in options.models:
         enter_model(variant, overrides, options, ddp, enter)
     if options.signal is not None:
         enter(CEILING, options.signal, 0.0)
@@ -200,23 +185,12 @@ def contest(split: str, options: argparse.Namespace, ddp: Distributed) -> dict[s
 
 def enter_rivals(tables: Tables, enter: Callable[[str, Tensor, float], None]) -> None:
     """Calls `enter` with the name, the prediction and the seconds of each rival."""
-    if are_profiles(tables):
-        rivals = RIVALS
-        problem = Profiles(tables)
-    else:
-        rivals = BASELINES | LEVELS if tables.level.any() else BASELINES
-        problem = Problem(tables)
+    rivals = BASELINES | LEVELS if tables.level.any() else BASELINES
+    problem = Problem(tables)
     for name, rival in rivals.items():
         start = time.perf_counter()
         prediction = rival(problem)
         enter(name, prediction, time.perf_counter() - start)
-
-
-def chosen_models(options: argparse.Namespace, tables: Tables) -> Sequence[str]:
-    """Returns the variants of our model from `--models`, by default all suitable variants."""
-    if options.models is not None:
-        return options.models
-    return PROFILE_MODELS if are_profiles(tables) else MODELS
 
 
 def enter_model(
@@ -245,28 +219,21 @@ def enter_model(
 
 
 def result(tables: Tables, prediction: Tensor) -> dict:
-    """Returns the figures of predictions [n, T], and the test rows for the bootstrap."""
+    """Returns the figures of predictions [n, 1], and the test rows for the bootstrap."""
     val = tables.rows("val")
     test = tables.rows("test")
     y = tables.y[test]
-    values = {
-        "validation": pearson(tables.y[val], prediction[val]).nanmean().item(),
-        "Pearson": pearson(y, prediction[test]).nanmean().item(),
-        "MSE": mse(y, prediction[test]).nanmean().item(),
+    return {
+        "validation": pearson(tables.y[val], prediction[val]).item(),
+        "Pearson": pearson(y, prediction[test]).item(),
+        "MSE": mse(y, prediction[test]).item(),
         "y": y,
         "prediction": prediction[test],
         "cluster": clusters(tables),
     }
-    if tables.y.size(1) > 1:
-        values["row validation"] = pearson_of_rows(tables.y[val], prediction[val]).nanmean().item()
-        values["rows"] = pearson_of_rows(y, prediction[test])
-        values["row Pearson"] = values["rows"].nanmean().item()
-    return values
 
 
-def summary(
-    kind: str, splits: dict[str, dict[str, dict]], measure: str = "Pearson"
-) -> dict[str, list[dict]]:
+def summary(kind: str, splits: dict[str, dict[str, dict]]) -> dict[str, list[dict]]:
     """Returns {title: rows} of two tables for one kind of splits.
 
     The first table has means over the splits, and the second table has each split.
@@ -276,27 +243,23 @@ def summary(
         values = [results[name][key] for results in splits.values()]
         return torch.tensor(values, dtype=torch.float64)
 
-    validation, resample, over = MEASURES[measure]
     names = list(next(iter(splits.values())))
     rivals = [name for name in names if name != CEILING and not name.startswith("ours, ")]
 
     def quality(name: str) -> float:
-        return of_splits(name, validation).mean().nan_to_num(-2.0).item()
+        return of_splits(name, "validation").mean().nan_to_num(-2.0).item()
 
     best = max(rivals, key=quality)
-    sizes = [results[best]["y"].shape for results in splits.values()]
-    estimates = torch.stack([of_splits(name, measure) for name in names], dim=1)  # [splits, names]
+    sizes = [len(results[best]["y"]) for results in splits.values()]
+    estimates = torch.stack([of_splits(name, "Pearson") for name in names], dim=1)
     differences = estimates - estimates[:, names.index(best)].unsqueeze(1)
-    resamples = number_of_resamples(max(rows * scores for rows, scores in sizes))
-    gains = [resample(results, names.index(best), resamples) for results in splits.values()]
+    resamples = number_of_resamples(max(sizes))
+    gains = [bootstrap(results, names.index(best), resamples) for results in splits.values()]
     gains = torch.stack(gains)  # [splits, resamples, names]
-    is_profile = sizes[0][1] > 1
-    if is_profile:
-        gains = centred(gains.transpose(0, 1), differences).transpose(0, 1)
 
     means = []
     for k, name in enumerate(names):
-        tests = estimates[:, k]
+        tests = estimates[:, k]  # [splits]
         row = {"contestant": name, **dict(zip(splits, tests, strict=True))}
         row["mean"] = tests.mean()
         row["spread"] = tests.std() if len(tests) > 1 else math.nan
@@ -308,17 +271,17 @@ def summary(
     for s, (split, results) in enumerate(splits.items()):
         for k, name in enumerate(names):
             row = {"split": split, "contestant": name}
-            for key in (validation, measure, "MSE"):
+            for key in ("validation", "Pearson", "MSE"):
                 row[key] = results[name][key]
             row |= difference(differences[s : s + 1, k], gains[s : s + 1, :, k])
             row["seconds"] = results[name]["seconds"]
             each.append(clean(row))
-    count = " + ".join(f"{rows:,}" for rows, _ in sizes)
+    count = " + ".join(f"{rows:,}" for rows in sizes)
     title = (
-        f"Splits by {kind}: Pearson {over}{count} test rows, mean and spread over splits, "
+        f"Splits by {kind}: Pearson on {count} test rows, mean and spread over splits, "
         f"difference to '{best}'"
     )
-    return {title: means, f"Each split by {kind}: Pearson {over}{count} test rows": each}
+    return {title: means, f"Each split by {kind}: Pearson on {count} test rows": each}
 
 
 def difference(differences: Tensor, resampled: Tensor) -> dict[str, float]:
@@ -343,28 +306,19 @@ def clean(row: dict) -> dict:
 
 
 def clusters(tables: Tables) -> Tensor:
-    """Returns the indices of each test row's bootstrap clusters, long [rows, 2].
-
-    As in `analyse_results.Results.clusters`, a row is in the clusters of its unseen nodes, at most
-    two, or in the cluster of its set. If a row is in one cluster, the second index is -1.
-    """
-    sample = tables.sample()
-    present = ~tables.y[sample].isnan()
-    # Unseen for at least one score of the row.
-    is_unseen = (present & ~tables.is_seen()[tables.perturbed]).any(dim=1)
-    is_chosen = tables.is_in("test")[sample] & is_unseen
-    unseen = tables.perturbed[is_chosen]
-    num_rows = torch.bincount(unseen, minlength=len(tables.genes)).tolist()
-    unseen_of_row = defaultdict(list)
-    for row, node in zip(sample[is_chosen].tolist(), unseen.tolist(), strict=True):
-        unseen_of_row[row].append(node)
-    # The indices of sets follow the indices of nodes.
-    set_number = tables.set_number(with_levels=False) + len(tables.genes)
-    cluster = torch.stack([set_number, torch.full_like(set_number, -1)], dim=1)
-    for row, nodes in unseen_of_row.items():
-        of_most_rows = sorted(nodes, key=num_rows.__getitem__, reverse=True)
-        cluster[row] = torch.tensor([*of_most_rows, -1][:2])
-    return cluster[tables.rows("test")]
+    """Returns the numbers of each test row's bootstrap clusters, [rows, 2], as in analyse.py."""
+    labels = [label.split("\t") for label in row_labels(tables, "test")]
+    genes, _, unseen_genes = zip(*labels, strict=True)
+    rows = Results(
+        genes=genes,
+        unseen=tables.unseen("test"),
+        unseen_genes=unseen_genes,
+        targets=tables.targets,
+        y=tables.y[tables.rows("test")],
+        predictions={},
+        rivals={},
+    )
+    return rows.cluster_numbers()
 
 
 def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
@@ -380,36 +334,7 @@ def bootstrap(results: dict[str, dict], best: int, resamples: int = 1000) -> Ten
     return correlation - correlation[:, best : best + 1]
 
 
-def bootstrap_rows(results: dict[str, dict], best: int, resamples: int = 1000) -> Tensor:
-    """Like `bootstrap`, but for Pearson's r over the scores of a row, as a mean over the rows."""
-    correlations = []
-    for of_contestant in results.values():
-        rows = (of_contestant["rows"], of_contestant["cluster"])
-        correlations.append(resampled_mean(*rows, resamples))
-    correlation = torch.stack(correlations, dim=1)
-    return correlation - correlation[:, best : best + 1]
-
-
-# For each figure: the figure of validation rows, the bootstrap of its differences, and words for
-# the title of its table.
-MEASURES = {
-    "Pearson": ("validation", bootstrap, "on "),
-    "row Pearson": ("row validation", bootstrap_rows, "over the scores of each of "),
-}
-
-
 # ---- Our model -----------------------------------------------------------------------------------
-def resampled_mean(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
-    """Returns the mean of the values [n] in each resample of the rows, [R]; nan is left out.
-
-    The resamples are the same as in `resampled_pearson`.
-    """
-    present = ~values.isnan()
-    columns = torch.stack([values.nan_to_num(), present.double()], dim=1)
-    total, count = resampled_sums(columns, cluster, resamples).T
-    return total / count
-
-
 def seconds_of(rows: list[dict]) -> float:
     """Returns the total time between the starts and the ends of a run, from its metrics.jsonl.
 

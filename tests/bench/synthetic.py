@@ -354,14 +354,7 @@ def planted_scores(
 def failure_losses(
     edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
 ) -> Tensor:
-    """Returns the total activity that the living nodes of each sample lose, float64 [n]."""
-    return lost_activity(edge_indices, num_nodes, perturbed, ptr, rounds).sum(0)
-
-
-def lost_activity(
-    edge_indices: list[Tensor], num_nodes: int, perturbed: Tensor, ptr: Tensor, rounds: int
-) -> Tensor:
-    """Returns the activity that each living node loses if failures spread, float64 [N, n].
+    """Returns the total activity that the living nodes of each sample lose, float64 [n].
 
     The graph is a supply network: the source of an edge supplies its target. A supplier by the
     second relation has half the weight of a supplier by the first, and so on. In each round, the
@@ -382,7 +375,7 @@ def lost_activity(
     for _ in range(rounds):
         failed = torch.sparse.mm(supply, 1 - activity)
         activity = alive * torch.sigmoid(12 * (0.4 - failed))
-    return (alive * (activity[:, -1:] - activity))[:, :-1]
+    return (alive * (activity[:, -1:] - activity))[:, :-1].sum(0)
 
 
 def relation_weights(edge_indices: list[Tensor]) -> Tensor:

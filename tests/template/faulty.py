@@ -1,6 +1,6 @@
 """Runs a command of the template with faults. A fault is the name of a function of this file.
 
-    python tests/template/faulty.py stop_at_step:4 print_fingerprints -- train.py ARGUMENTS...
+    python tests/template/faulty.py stop_at_step:4 simulate_gpu -- train.py ARGUMENTS...
 
 The arguments of a fault follow its name, after colons. Under torchrun, a fault happens on all ranks
 unless it has an argument `rank`. Step n starts after n completed steps.
@@ -25,12 +25,11 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 import data
-import data_tables
+import data_loader
 import ddp_ends
 import ddp_setup
 import metrics
 import optim
-import parts
 import predictor
 import run_checkpoint
 import task
@@ -142,28 +141,6 @@ def hang_in_optimiser(rank: str) -> None:
     call_before(train, "may_step", hang)
 
 
-def give_up_after(seconds: str) -> None:
-    """A rank without progress ends itself this number of seconds after SIGTERM."""
-    import ddp_watchdog
-
-    ddp_watchdog.SIGTERM_S = float(seconds)
-
-
-def without(module: str) -> None:
-    """A module of an optional part is missing."""
-    parts.is_here = lambda name: name != module
-
-
-def fail_in_optimiser(rank: str) -> None:
-    """A rank divides by zero in its first step of the optimiser."""
-
-    def fail(*arguments: object, **options: object) -> None:
-        if rank == RANK:
-            _ = 1 / 0
-
-    call_before(torch.optim.AdamW, "step", fail)
-
-
 def fail_beside_a_busy_rank() -> None:
     """When the third batch of rows is made, rank 0 sleeps and the other ranks divide by zero."""
     calls = []
@@ -188,15 +165,6 @@ def slow_data(rank: str, seconds: str) -> None:
             time.sleep(float(seconds))
 
     call_before(KnockoutDataset, "__getitems__", sleep)
-
-
-def fail_in_profiler() -> None:
-    """Code that creates a profiler divides by zero."""
-
-    def fail(*arguments: object, **options: object) -> None:
-        _ = 1 / 0
-
-    call_before(torch.profiler, "profile", fail)
 
 
 # ---- Numbers -------------------------------------------------------------------------------------
@@ -268,7 +236,7 @@ def spawn_loader() -> None:
             options["multiprocessing_context"] = "spawn"
         return DataLoader(*arguments, **options)
 
-    data.DataLoader = spawned
+    data_loader.DataLoader = spawned
 
 
 def unsendable_batch() -> None:
@@ -289,16 +257,6 @@ def own_metric() -> None:
     metric = metrics.METRICS[metrics.first_metric()]
     own = {"doubled": lambda y, prediction, weight: 2 * metric(y, prediction, weight)}
     metrics.METRICS = own | metrics.METRICS
-
-
-def own_learning_rate() -> None:
-    """The loop sets a constant learning rate instead of the schedule."""
-
-    def set_constant(optimizer: torch.optim.Optimizer, factor: float) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.125
-
-    train.set_learning_rates = set_constant
 
 
 def other_groups() -> None:
@@ -478,24 +436,6 @@ def print_plans() -> None:
         print("planned:", "plan" in arguments[-1])
 
     call_before(KnockoutTerm, "forward", report)
-
-
-def disturbed_model() -> None:
-    """Noise is added to the initial parameters, because terms that start at zero hide errors."""
-    build_model = KnockoutTask.build_model
-
-    def build_disturbed(task: KnockoutTask) -> nn.Module:
-        model = build_model(task)
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-        return model
-
-    KnockoutTask.build_model = build_disturbed
-
-
-def print_fingerprints() -> None:
-    """Prints `hashed` whenever tables are hashed."""
-    call_before(data_tables.Tables, "fingerprint", lambda *arguments: print("hashed"))
 
 
 def print_determinism() -> None:

@@ -84,11 +84,10 @@ class Oracle:
         self.units = [np.sqrt(np.square(size).mean()) if len(size) else 1.0 for size in sizes]
         return np.array([way / unit for way, unit in zip(ways, self.units, strict=True)])
 
-    def baselines(self, t: int) -> list[np.ndarray]:
-        """Returns the predictions of score t by a sum of effects, [n].
+    def baselines(self, t: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the predictions of score t by a sum of effects, [n], and imputed effects, [N, K].
 
-        If several fits have nearly the smallest error, the predictions of all these fits are
-        returned.
+        If several fits have nearly the smallest error, the results of all these fits are returned.
         """
         fit = logistic if self.binary else ridge
         y, train = self.y[:, t], self.in_train[:, t]
@@ -103,15 +102,17 @@ class Oracle:
             x = fit(design[rows], y[rows], penalty * held, weight[rows])
             of_judges = losses(design[judges] @ x, y[judges], self.binary)
             errors.append((weight[judges] * of_judges).sum())
-        predictions = []
+        found = []
         for k in near_least(errors) if judges.any() else [0]:
             x = fit(design[train], y[train], PENALTIES[k] * held, weight[train])
             choices = []
             for way, effect in zip(self.doses, x[2:].reshape(len(self.doses), -1), strict=True):
                 choices.append(self.with_imputed(effect, self.node_weight(way, weight, t)))
-            for effects in itertools.product(*choices):
-                predictions.append(design @ np.concatenate([x[:2], *effects]))
-        return predictions
+            for choice in itertools.product(*choices):
+                effects, imputed = zip(*choice, strict=True)
+                prediction = design @ np.concatenate([x[:2], *effects])
+                found.append((prediction, np.stack(imputed, axis=1)))
+        return found
 
     def mean_squares(self, train: np.ndarray) -> np.ndarray:
         """Returns the mean square of the non-zero doses in the training rows, 1 if none, [K]."""
@@ -128,8 +129,8 @@ class Oracle:
         total = weight[self.in_train[:, t]] @ has_dose
         return total / has_dose.sum(axis=0).clip(1)
 
-    def with_imputed(self, effect: np.ndarray, weight: np.ndarray) -> list[np.ndarray]:
-        """Returns the effects, [N], with imputed effects for unseen nodes.
+    def with_imputed(self, effect: np.ndarray, weight: np.ndarray) -> list[tuple]:
+        """Returns the effects with imputed effects for unseen nodes, and all imputed effects, [N].
 
         The result is a list: if several imputations have nearly the smallest error, it contains the
         effects of all these imputations.
@@ -145,7 +146,7 @@ class Oracle:
             near = (adjacency @ adjacency + adjacency) * others * weight
             choices += [(near @ effect + s * mean) / (near.sum(axis=1) + s) for s in PENALTIES]
         errors = [weight @ np.square(imputed - effect) for imputed in choices]
-        return [np.where(seen, effect, choices[k]) for k in near_least(errors)]
+        return [(np.where(seen, effect, choices[k]), choices[k]) for k in near_least(errors)]
 
     def forward(self, model: "Parameters", targets: list[str]) -> np.ndarray:
         """Returns the outputs of a model for all rows, [n, T], in standardised units."""
@@ -349,7 +350,8 @@ def logistic(design, y, held, weight):
 def figures(y, prediction, weight):
     a, b, weight = (values[~np.isnan(y)] for values in (y, prediction, weight))
     if not len(a):
-        return dict.fromkeys(("mse", "pearson", "r2", "spearman", "auroc"), math.nan)
+        names = ("mse", "pearson", "r2", "spearman", "auroc", "average_precision")
+        return dict.fromkeys(names, math.nan)
     mse = np.average(np.square(a - b), weights=weight)
     variance = np.average(np.square(a - np.average(a, weights=weight)), weights=weight)
     r = pearson(a, b, weight)
@@ -360,12 +362,14 @@ def figures(y, prediction, weight):
     ranked = ranked.astype(np.float32).astype(float)
     positive, negative = ranked[a == 1, None], ranked[a == 0]
     wins = (positive > negative).astype(int) - (positive < negative)
+    precision = [(a == 1)[ranked >= value].mean() for value in positive]
     return {
         "mse": mse,
         "pearson": r,
         "r2": math.nan if math.isnan(r) else 1 - mse / variance,
         "spearman": pearson(ranks(a), ranks(ranked), weight),
         "auroc": (1 + wins.mean()) / 2 if wins.size else math.nan,
+        "average_precision": np.mean(precision) if precision else math.nan,
     }
 
 

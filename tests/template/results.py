@@ -1,13 +1,19 @@
 """Rows of test.tsv for the tests of several modules."""
 
 import math
+from pathlib import Path
 
 import torch
 
+import run_results
 from analyse_results import Results
 from metrics import mean_present
 
 HEADER = ("genes", "unseen", "unseen_genes", "score", "score_prediction", "score_baseline")
+
+
+def read_results(path: Path) -> Results:
+    return Results(**run_results.read_results(path))
 
 
 def normal(*size: int, seed: int = 0) -> torch.Tensor:

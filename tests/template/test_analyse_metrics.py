@@ -16,14 +16,13 @@ from analyse_metrics import (
     difference_of_best,
     interval,
     metrics_by_group,
+    metrics_of_all,
     metrics_of_rivals,
     resampled_pearson,
-    target_metrics,
 )
 from analyse_results import Results
 from metrics import pearson, spearman
 from tests.template.results import log_likelihood, make_rows, normal
-from tests.template.tasks import predictions_of
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -41,25 +40,6 @@ def chosen_rows(rows: Results, chosen: torch.Tensor) -> Results:
     if rows.sd is not None:
         fields["sd"] = rows.sd[chosen]
     return Results(**fields)
-
-
-def test_perfect_predictions_reach_the_noise_ceiling():
-    """There are 4,000 rows with known noise; a third of the values of one score is missing.
-
-    With the weights 1 / sd**2, the variance of the noise is 0.5, and the variance of the truth 1.
-    """
-    truth = normal(4000, 2)
-    sd = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    sd = 0.5 + 0.5 * sd
-    y = truth + sd.unsqueeze(1) * normal(4000, 2, seed=1)
-    y[::3, 1] = math.nan
-    rows = replace(predictions_of(y, truth, 0 * truth), sd=sd)
-    metrics = {name: values.tolist() for name, values in target_metrics(rows).items()}
-    assert metrics["ceiling_r2"] == pytest.approx([0.667, 0.667], abs=0.02)
-    assert metrics["r2"] == pytest.approx(metrics["ceiling_r2"], abs=0.02)
-    assert metrics["pearson"] == pytest.approx(metrics["ceiling_pearson"], abs=0.02)
-    constant = replace(rows, y=0 * truth)
-    assert target_metrics(constant)["ceiling_r2"].isnan().all()
 
 
 def test_ranks_do_not_depend_on_an_offset():
@@ -92,6 +72,8 @@ def test_the_metrics_of_a_group_equal_the_metrics_of_its_rows(has_sd):
     for name in result["targets"]["t0"].keys() - {"n"}:
         mean = sum(metrics[name] for metrics in result["targets"].values()) / 2
         assert result[name] == pytest.approx(mean)
+    counts = (~rows.y.isnan()).sum(dim=0).tolist()
+    assert [metrics["n"] for metrics in result["targets"].values()] == counts
     assert "targets" not in metrics_by_group(make_rows(20))
 
 
@@ -144,10 +126,9 @@ def test_metrics_that_need_an_sd_exist_for_each_group_and_sort_runs(monkeypatch)
             expected = (values[numbers] * weight).sum() / weight.sum()
             assert group[name] == pytest.approx(expected.item())
         assert not {"baseline_fit", "fit_gain"} & group.keys()
-    titles = re.split(r"  +", table(found, rows.rivals)[0])
-    of_sd = [title for title in titles if re.search("Fit|within [12] sd", title)]
-    assert [title.split(" (")[0] for title in of_sd] == [
-        "Fit",
+    header, *_ = table(found, rows.rivals)
+    assert re.findall("  Fit|share within [12] sd", header) == [
+        "  Fit",
         "share within 1 sd",
         "share within 2 sd",
     ]
@@ -203,33 +184,39 @@ def test_metrics_of_profiles_equal_their_definitions():
     assert "row_pearson" not in metrics_by_group(make_rows(30, 20))
 
 
-def test_the_interval_of_profiles_contains_the_difference_if_few_rows_change_a_score():
-    signal = torch.zeros(60, 60, dtype=torch.float64)
-    signal[range(60), range(60)] = 3.0  # each row changes a different score
-    y = signal + 0.5 * normal(60, 60)
-    baseline = normal(60, 60, seed=1)
-    predictions = {"prediction": signal}
-    rows = replace(make_rows(60, 60), y=y, predictions=predictions, rivals={"baseline": baseline})
-    rows.genes = [f"G{row}" for row in range(60)]
-    rows.unseen_genes = [""] * 60
-    result = metrics_by_group(rows)
-    low, high = result["gain"]
-    gain = result["pearson"] - result["baseline_pearson"]
-    assert low < gain < high < 1
-    cluster = rows.cluster_numbers()
-    gains = resampled_pearson(y, signal, cluster, 100)
-    gains -= resampled_pearson(y, baseline, cluster, 100)
-    assert gains.quantile(0.975) < gain  # because resamples do not contain all of these rows
+def one_each(cluster: torch.Tensor) -> torch.Tensor:
+    """Returns the clusters [n, 2] of rows that are each in one cluster, [n]."""
+    return torch.stack([cluster, torch.full_like(cluster, -1)], dim=1)
 
 
-def test_the_interval_of_the_gain_contains_the_difference():
-    rows = make_rows(2000)
-    rows.genes = [f"G{row}" for row in range(2000)]
-    rows.unseen_genes = [""] * 2000
-    result = metrics_by_group(rows)
-    low, high = result["gain"]
-    assert low < result["pearson"] - result["baseline_pearson"] < high
-    assert 0.05 < high - low < 0.2
+@pytest.mark.parametrize("num_targets", [1, 30])
+def test_intervals_are_from_drawn_clusters(num_targets):
+    """Four rows share a set or an unseen gene. Intervals of profiles contain the difference."""
+    genes = [f"G{row // 4}" for row in range(160)]
+    unseen_genes = [gene if row < 100 else "" for row, gene in enumerate(genes)]
+    rows = replace(make_rows(160, num_targets), genes=genes, unseen_genes=unseen_genes)
+    rows.rivals = {"rival": normal(160, num_targets, seed=3)}
+    found = metrics_by_group(rows)
+    assert (found["sets_drawn"], found["genes_drawn"]) == (15, 25)
+    members = {
+        "rival": replace(rows, predictions={"prediction": rows.rivals["rival"]}),
+        "model": rows,
+    }
+    best_two = difference_of_best(members, "squared")
+    assert best_two["runs"] == ["model", "rival"]
+    difference = found["pearson"] - found["rival_pearson"]
+    assert best_two["difference"] == pytest.approx(difference)
+
+    cluster = one_each(torch.arange(160) // 4)
+    gains = resampled_pearson(rows.y, rows.prediction, cluster, 100)
+    gains -= resampled_pearson(rows.y, rows.rivals["rival"], cluster, 100)
+    if num_targets > 1:
+        gains += difference - gains.mean()
+    expected = pytest.approx(interval(gains))
+    assert found["gain"] == metrics_of_all(rows, "squared")["gain"] == expected
+    assert best_two["gain"] == expected
+    of_rivals = metrics_of_rivals(rows, {}, "squared")
+    assert of_rivals["rival"]["gain"] == expected
 
 
 def test_the_number_of_resamples_is_limited_by_the_size_of_the_table(monkeypatch):
@@ -261,11 +248,6 @@ def test_a_row_with_one_of_several_scores_has_a_score():
 
 
 # ---- Resampled rows, and their intervals ---------------------------------------------------------
-def one_each(cluster: torch.Tensor) -> torch.Tensor:
-    """Returns the clusters [n, 2] of rows that are each in one cluster, [n]."""
-    return torch.stack([cluster, torch.full_like(cluster, -1)], dim=1)
-
-
 def test_resampled_pearson_equals_the_correlation_of_torch_on_the_same_rows():
     """The predictions of the second target are constant, so its correlation is 0.
 
@@ -333,28 +315,10 @@ def test_a_row_in_two_clusters_is_counted_as_often_as_the_product_of_both_counts
         torch.testing.assert_close(r, expected)
 
 
-def test_the_interval_is_nan_if_all_rows_are_in_the_same_two_clusters():
-    y = normal(20, 1)
-    cluster = torch.tensor([[3, 7]]).repeat(20, 1)
-    assert resampled_pearson(y, normal(20, 1, seed=1), cluster, 10).isnan().all()
-
-
-@pytest.mark.parametrize("copies", [2, 10])
-def test_replicates_do_not_change_an_interval(copies):
-    y = normal(60, 2)
-    prediction = y + normal(60, 2, seed=1)
-    cluster = one_each(torch.arange(60))
-    expected = resampled_pearson(y, prediction, cluster, 100)
-    rows = torch.arange(60).repeat(copies)
-    found = resampled_pearson(y[rows], prediction[rows], cluster[rows], 100)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("num_rows", [1, 20])
-def test_the_interval_of_a_single_cluster_is_nan(num_rows):
-    y = normal(num_rows, 2)
-    cluster = one_each(torch.full((num_rows,), 5))
-    values = resampled_pearson(y, normal(num_rows, 2, seed=1), cluster, 10)
+@pytest.mark.parametrize("cluster", [[3, 7], [5, -1]])
+def test_the_interval_is_nan_if_all_rows_are_in_the_same_clusters(cluster):
+    clusters = torch.tensor([cluster]).repeat(20, 1)
+    values = resampled_pearson(normal(20, 1), normal(20, 1, seed=1), clusters, 10)
     assert values.isnan().all()
     assert all(math.isnan(end) for end in interval(values))
 

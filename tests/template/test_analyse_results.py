@@ -1,4 +1,4 @@
-"""analyse_results.py: reading test.tsv, and the bootstrap clusters of its rows."""
+"""analyse_results.py: reading test.tsv, groups and bootstrap clusters of its rows, and folds."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
-from analyse_results import Results, folds_of, read_results
+from analyse_results import folds_of
 from errors import UserError
 from tests.template.fixtures import write_table
-from tests.template.results import HEADER, make_rows, normal
+from tests.template.results import HEADER, make_rows, read_results
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ from tests.template.results import HEADER, make_rows, normal
         ([(*HEADER, *HEADER[3:5])], r"test.tsv:1: the columns are not"),
         ([HEADER[:3]], r"test.tsv:1: the columns are not"),
         ([(*HEADER[:2], *HEADER[3:])], r"test.tsv:1: the columns are not"),
-        ([HEADER], r"test.tsv:1: .* not contain rows"),
+        ([HEADER], r"test.tsv: there are no rows"),
         (
             [HEADER, ("a", 0, "", 1, 2, 3), ("a", 0, "", 1, 2)],
             r"test.tsv:3: .* 5 cells, but the header has 6",
         ),
-        ([HEADER, ("a", "x", "", 1, 2, 3)], r"test.tsv:2: invalid literal for int"),
-        ([HEADER, ("a", "1,0", "a", 1, 2, 3)], r"test.tsv:2: .* unseen has 2 numbers"),
-        ([HEADER, ("a", 0, "", 1, 2, "x")], r"test.tsv:2: could not convert string to float: 'x'"),
+        ([HEADER, ("a", "x", "", 1, 2, 3)], r"test.tsv:2: the unseen 'x'"),
+        ([HEADER, ("a", "1,0", "a", 1, 2, 3)], r"test.tsv:2: the unseen '1,0'"),
+        ([HEADER, ("a", 0, "", 1, 2, "x")], r"test.tsv:2: .*'x' is not a number"),
     ],
 )
 def test_an_error_names_the_damaged_line(tmp_path, table, message):
@@ -40,11 +40,11 @@ def test_an_error_names_the_damaged_line(tmp_path, table, message):
 
 # ---- Genes that are unseen for one of two scores -------------------------------------------------
 TWO_SCORES = [
-    (*HEADER[:3], "a", "a_prediction", "a_baseline", "b", "b_prediction", "b_baseline"),
-    ("A,B", "1,0", "A", 1, 2, 3, 4, 5, 6),
-    ("A,B", "1", "B", 1, 2, 3, "", 5, 6),
-    ("", "0", "", 1, 2, 3, 4, 5, 6),
-    ("C", "0,1", "C", "", 2, 3, 4, 5, 6),
+    (*HEADER[:3], "sd", "a", "a_prediction", "a_baseline", "b", "b_prediction", "b_baseline"),
+    ("A,B", "1,0", "A", 1, 1, 2, 3, 4, 5, 6),
+    ("A,B", "1", "B", 1, 1, 2, 3, "", 5, 6),
+    ("", "0", "", 1, 1, 2, 3, 4, 5, 6),
+    ("C", "0,1", "C", 1, "", 2, 3, 4, 5, 6),
 ]
 
 
@@ -52,6 +52,7 @@ def test_different_numbers_of_unseen_genes_are_read_for_each_score(tmp_path):
     read = read_results(write_table(tmp_path / "test.tsv", TWO_SCORES))
     assert read.unseen.tolist() == [[1, 0], [1, 1], [0, 0], [0, 1]]
     assert read.unseen_genes == ["A", "B", "", "C"]
+    assert read.sd.tolist() == read.weight.tolist() == [1, 1, 1, 1]
 
 
 def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
@@ -68,47 +69,15 @@ def test_scores_are_grouped_by_the_genes_that_are_unseen_for_them(tmp_path):
     assert "rows" not in groups["1"]
 
 
-# ---- Clusters ------------------------------------------------------------------------------------
-def rows_of(genes: list[str], unseen_genes: list[str]) -> Results:
-    """Returns rows with these genes, these unseen genes, and a random score."""
-    counts = [names.count(",") + 1 if names else 0 for names in unseen_genes]
-    return Results(
-        genes=genes,
-        unseen=torch.tensor(counts).unsqueeze(1),
-        unseen_genes=unseen_genes,
-        targets=["score"],
-        y=normal(len(genes), 1),
-        predictions={"prediction": normal(len(genes), 1, seed=1)},
-        rivals={"baseline": normal(len(genes), 1, seed=2)},
-    )
-
-
-def test_replicates_at_any_levels_are_one_cluster():
-    rows = rows_of(["A,B", "A", "A=0,B=3", "", "A,B=0.5", "", "A=0.2"], [""] * 7)
-    numbers = [0, 1, 0, 2, 0, 2, 1]
-    assert rows.cluster_numbers().tolist() == [[number, -1] for number in numbers]
-    assert [names for ((_, names),) in rows.clusters()[-2:]] == ["", "A"]
-
-
-def test_rows_with_the_same_unseen_gene_at_any_level_are_one_cluster():
-    rows = rows_of(["A,X", "X=0.3", "B,X", "A,Y", "A,B"], ["X", "X", "X", "Y", ""])
-    assert rows.cluster_numbers().tolist() == [[number, -1] for number in (0, 0, 0, 1, 2)]
-    assert rows.clusters()[1:4] == [[("gene", name)] for name in "XXY"]
-
-
-def test_rows_with_two_unseen_genes_have_two_clusters():
-    rows = rows_of(["X,Y", "A,Y", "W,X", "A,B"], ["X,Y", "Y", "W,X", ""])
-    assert rows.cluster_numbers().tolist() == [[0, 1], [1, -1], [0, 2], [3, -1]]
-
-
 def test_of_several_unseen_genes_the_two_with_the_most_rows_are_the_clusters():
     names = ["W,X,Y,Z", "Y,Z", "W,Z", "V,W,X"]
-    clusters = [{name for _, name in clusters} for clusters in rows_of(names, names).clusters()]
+    rows = replace(make_rows(4), genes=names, unseen_genes=names)
+    clusters = [{name for _, name in clusters} for clusters in rows.clusters()]
     assert clusters == [{"W", "Z"}, {"Y", "Z"}, {"W", "Z"}, {"W", "X"}]
 
 
 def test_a_set_and_an_unseen_gene_with_the_same_name_are_different_clusters():
-    rows = rows_of(["X", "X,Y"], ["", "X"])
+    rows = replace(make_rows(2), genes=["X", "X,Y"], unseen_genes=["", "X"])
     assert rows.cluster_numbers().tolist() == [[0, -1], [1, -1]]
 
 

@@ -1,4 +1,4 @@
-"""The additive baseline: it equals dense solutions, also for missing scores and unusual tables."""
+"""The additive baseline of unusual tables. test_oracle.py compares it with dense solutions."""
 
 import math
 from dataclasses import replace
@@ -8,112 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from baseline import PENALTIES, Baseline, additive_baseline, impute_effects
+from baseline import Baseline, additive_baseline
 from baseline_ridge import conjugate_gradients
-from data import DataConfig, random_split, training_mean_and_std
+from data import training_mean_and_std
 from data_tables import Tables
 from mask import doses
-from tests.bench.synthetic import PRESETS, synthetic_tables
-from tests.sets import pack_sets, tables_of
+from tests.sets import tables_of
 from tests.template.tables import above_median, dense_design, on_one_relation
-
-
-def mixed_tables() -> Tables:
-    """Returns 400 samples of up to five of 30 genes, with three scores, of which some are missing.
-
-    The mean effect of the genes is 1. Four genes do not occur in training rows. Two of these have
-    a neighbour.
-    """
-    random = Random(0)
-    generator = torch.Generator().manual_seed(0)
-    sets = [random.sample(range(26), random.choice([0, 1, 1, 2, 3, 5])) for _ in range(360)]
-    sets += [random.sample(range(30), 2) for _ in range(40)]
-    effect = 1 + torch.randn(30, 3, dtype=torch.float64, generator=generator)
-    noise = torch.randn(400, 3, dtype=torch.float64, generator=generator)
-    y = 5 + 0.3 * noise + torch.stack([effect[nodes].sum(0) for nodes in sets])
-    y[torch.rand(400, 3, generator=generator) < 0.2] = math.nan
-    tables = on_one_relation(tables_of(sets, y), 30, [[0, 26, 27], [1, 3, 5]])
-    tables.split = torch.tensor([0, 0, 0, 1] * 90 + [1, 2] * 20, dtype=torch.int8)
-    return tables
-
-
-def some_weights(tables: Tables) -> torch.Tensor:
-    """Returns a random weight from 0.01 to 100 for each row."""
-    generator = torch.Generator().manual_seed(3)
-    return 10 ** (4 * torch.rand(len(tables.y), dtype=torch.float64, generator=generator) - 2)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "is_weighted"), [("mixed", False), ("mixed", True), ("pairs", False)]
-)
-def test_additive_baseline_is_the_ridge_solution(sizes, is_weighted, monkeypatch):
-    """The intercept and the slope are not penalised. Weights are scaled to a mean of 1 per score.
-
-    If all rows knock out two nodes, no row identifies the slope, and it is 0.
-    """
-    tables = mixed_tables()
-    if is_weighted:
-        tables.weight = some_weights(tables)
-    if sizes == "pairs":
-        tables.perturbed_ptr = torch.arange(0, 801, 2)
-        tables.level = torch.zeros(800, dtype=torch.float64)
-        tables.perturbed = torch.randint(26, (800,), generator=torch.Generator().manual_seed(1))
-        tables.perturbed[1::2] = (tables.perturbed[::2] + 1 + torch.arange(400) % 20) % 26
-    design = dense_design(tables)
-    if sizes == "mixed":
-        monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 2)
-        monkeypatch.setattr("baseline_ridge.ROWS_AT_ONCE", 70)
-    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
-    found = additive_baseline(tables)
-    seen = tables.is_seen()
-    assert seen.tolist() == [[True] * 3] * 26 + [[False] * 3] * 4
-    unpenalised = [0] if sizes == "pairs" else [0, 1]
-    columns = [*unpenalised, *range(2, design.size(1))]
-    penalty = 2 * torch.eye(len(columns), dtype=torch.float64)
-    penalty[: len(unpenalised)] = 0
-    for t in range(3):
-        rows = tables.rows("train")
-        rows = rows[~tables.y[rows, t].isnan()]
-        x = design[rows][:, columns]
-        y = tables.y[rows, t]
-        weight = torch.ones(len(rows), dtype=torch.float64)
-        if is_weighted:
-            weight = tables.weight[rows] / tables.weight[rows].mean()
-        weighted = x.T * weight
-        share = 1 / weight.square().mean()  # effective number of rows, divided by all rows
-        solution = torch.linalg.solve(weighted @ x + share * penalty, weighted @ y)
-        solution[-4:] = found.imputed[-4:, 0, t]
-        prediction = design[:, columns] @ solution
-        torch.testing.assert_close(found.prediction[:, t], prediction, rtol=1e-6, atol=1e-6)
-        effect = solution[len(unpenalised) :]
-        torch.testing.assert_close(found.effect[:, 0, t].double(), effect, rtol=1e-6, atol=1e-6)
-        mean = (weight * y).mean()
-        std = (weight * (y - mean).square()).mean().sqrt()
-        found_mean, found_std = training_mean_and_std(tables)
-        assert found_mean[t] == pytest.approx(mean.item())
-        assert found_std[t] == pytest.approx(std.item())
-    if sizes == "mixed":
-        assert found.effect.shape == (30, 1, 3)
-        assert found.slope.sub(1).abs().max() < 0.6
-        assert found.intercept.sub(5).abs().max() < 0.6
-    else:
-        assert (found.slope == 0).all()
-
-
-@pytest.mark.parametrize("loss", ["squared", "binary"])
-def test_the_baseline_of_a_target_does_not_depend_on_other_targets(loss):
-    """Different scores of the other targets are missing."""
-    tables = mixed_tables()
-    if loss == "binary":
-        tables.y = above_median(tables.y)
-    together = additive_baseline(tables, loss)
-    alone = [additive_baseline(replace(tables, y=y), loss) for y in tables.y.split(1, dim=1)]
-    names = vars(together).keys() - {"basis", "is_combined"}
-    assert len(names) == 6
-    for name in names:
-        expected = torch.cat([getattr(baseline, name) for baseline in alone], dim=-1)
-        torch.testing.assert_close(getattr(together, name), expected, rtol=1e-7, atol=1e-7)
-
 
 KINDS = {
     "deletions": [0.0],
@@ -168,106 +69,6 @@ def test_the_baseline_of_a_target_does_not_depend_on_the_levels_of_rows_that_lac
     assert difference.abs().max() < 1e-4 * std
 
 
-def test_an_unseen_node_gets_the_mean_effect_of_nodes_one_and_two_hops_away():
-    """The imputed effects equal dense products.
-
-    For each score, they are computed on the graph with the smallest error on the nodes that are
-    seen for the score. Node 6 does not have edges, and node 7 only has an edge to itself. Both get
-    the mean effect of all seen nodes.
-    """
-    generator = torch.Generator().manual_seed(0)
-    edge_index = torch.randint(6, (2, 14), generator=generator)
-    edge_index[:, 0] = 7
-    edge_type = torch.tensor([0] * 9 + [1] * 5)
-    weight = torch.rand(14, dtype=torch.float64, generator=generator) + 0.5
-    perturbed, perturbed_ptr = pack_sets([[0]])
-    tables = Tables(
-        genes=list("abcdefgh"),
-        relations=["r", "s"],
-        edge_index=edge_index,
-        edge_type=edge_type,
-        edge_weight=weight,
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=torch.ones(1),
-    )
-    is_seen = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0, 1]]).bool().T
-    effect = torch.randn(8, 2, dtype=torch.float64, generator=generator) * is_seen
-    node_weight = (torch.rand(8, 2, dtype=torch.float64, generator=generator) + 0.1) * is_seen
-    found = impute_effects(tables, node_weight, effect)
-
-    def kernel_of(edges: torch.Tensor) -> torch.Tensor:
-        adjacency = torch.zeros(8, 8, dtype=torch.float64)
-        for (source, target), value in zip(
-            edge_index[:, edges].T.tolist(), weight[edges], strict=True
-        ):
-            if source != target:
-                adjacency[source, target] += value
-                adjacency[target, source] += value
-        degree = adjacency.sum(1)
-        adjacency = adjacency / (degree.outer(degree)).sqrt().where(adjacency > 0, 1.0)
-        return (adjacency @ adjacency + adjacency).fill_diagonal_(0.0)
-
-    kernels = [kernel_of(edge_type >= 0), kernel_of(edge_type == 0), kernel_of(edge_type == 1)]
-    chosen = set()
-    for t in range(2):
-        seen = is_seen[:, t].nonzero().flatten()
-        own = effect[seen, t]
-        importance = node_weight[seen, t]
-        mean = (importance * own).sum() / importance.sum()
-        errors = []
-        imputed = []
-        for kernel in kernels:
-            for shrinkage in PENALTIES:
-                total = kernel[:, seen] @ importance + shrinkage
-                values = (kernel[:, seen] @ (importance * own) + shrinkage * mean) / total
-                errors.append((importance * (values[seen] - own).square()).sum().item())
-                imputed.append(values)
-        least = errors.index(min(errors))
-        chosen.add(least // len(PENALTIES))
-        torch.testing.assert_close(found[:, t], imputed[least])
-        torch.testing.assert_close(found[6:, t], mean.expand(2))
-    assert chosen != {0}  # for one score, a single relation is better than all relations
-
-
-def test_the_logistic_baseline_is_the_penalised_maximum_of_the_likelihood(monkeypatch):
-    tables = mixed_tables()
-    tables.y = above_median(tables.y)
-    tables.weight = some_weights(tables)
-    monkeypatch.setattr("baseline.PENALTIES", (2.0,))
-    found = additive_baseline(tables, "binary")
-    design = dense_design(tables)
-    seen = tables.is_seen()
-    for t in range(3):
-        rows = tables.rows("train")
-        rows = rows[~tables.y[rows, t].isnan()]
-        line = torch.stack([found.intercept[t], found.slope[t]])
-        parameters = torch.cat([line, found.effect[:, 0, t]])
-        probability = (design @ parameters).sigmoid()
-        torch.testing.assert_close(found.prediction[:, t], probability)
-        weight = tables.weight[rows] / tables.weight[rows].mean()
-        gradient = design[rows].T @ (weight * (probability[rows] - tables.y[rows, t]))
-        share = 1 / weight.square().mean()  # effective number of rows, divided by all rows
-        gradient[2:] += 2 * share * parameters[2:] * seen[:, t]
-        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
-
-
-def test_the_validation_rows_choose_the_penalty_of_the_additive_baseline(monkeypatch):
-    tables = synthetic_tables(PRESETS["small"], seed=1)
-    tables.split = random_split(tables, DataConfig())
-    order = torch.randperm(len(tables.y), generator=torch.Generator().manual_seed(0))
-    tables.y = tables.y[order]  # in random order, the scores are only noise
-    val = tables.rows("val")
-
-    def prediction(*penalties: float) -> torch.Tensor:
-        monkeypatch.setattr("baseline.PENALTIES", penalties)
-        return additive_baseline(tables).prediction
-
-    errors = [(prediction(p) - tables.y)[val].square().mean() for p in (0.1, 10.0, 1000.0)]
-    assert errors[0] > errors[1] > errors[2]
-    torch.testing.assert_close(prediction(0.1, 10.0, 1000.0), prediction(1000.0))
-
-
 def test_noisy_rows_hardly_affect_the_fit_and_the_choice_of_the_penalty():
     """The weight of a row is 1 / variance. The variances differ by a factor of a million."""
     random = Random(0)
@@ -276,17 +77,9 @@ def test_noisy_rows_hardly_affect_the_fit_and_the_choice_of_the_penalty():
     effect = torch.randn(100, dtype=torch.float64, generator=generator)
     truth = torch.stack([effect[nodes].sum() for nodes in sets])
     sd = 10 ** (3 * torch.rand(len(sets), dtype=torch.float64, generator=generator) - 1.5)
-    perturbed, perturbed_ptr = pack_sets(sets)
-    tables = Tables(
-        genes=[f"g{i:02}" for i in range(100)],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=truth + sd * torch.randn(len(sets), dtype=torch.float64, generator=generator),
-        split=torch.tensor([0, 0, 0, 1, 2] * 300, dtype=torch.int8),
-    )
+    y = truth + sd * torch.randn(len(sets), dtype=torch.float64, generator=generator)
+    tables = on_one_relation(tables_of(sets, y), 100)
+    tables.split = torch.tensor([0, 0, 0, 1, 2] * 300, dtype=torch.int8)
     test = tables.rows("test")
 
     def pearson_with_truth() -> float:
@@ -312,17 +105,9 @@ def test_a_column_that_is_solved_early_does_not_change_until_all_columns_are_sol
 
 
 def test_the_additive_baseline_is_a_constant_if_no_training_row_knocks_out_a_node():
-    perturbed, perturbed_ptr = pack_sets([[], [], [0], [0, 1]])
-    tables = Tables(
-        genes=["a", "b"],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=torch.tensor([1.0, 2.0, 5.0, 7.0], dtype=torch.float64),
-        split=torch.tensor([0, 0, 1, 2], dtype=torch.int8),
-    )
+    y = torch.tensor([1.0, 2.0, 5.0, 7.0], dtype=torch.float64)
+    tables = on_one_relation(tables_of([[], [], [0], [0, 1]], y), 2)
+    tables.split = torch.tensor([0, 0, 1, 2], dtype=torch.int8)
     found = additive_baseline(tables)
     torch.testing.assert_close(found.prediction, torch.full((4, 1), 1.5, dtype=torch.float64))
     assert (found.effect == 0).all()
@@ -336,32 +121,14 @@ def test_the_baseline_does_not_depend_on_which_rows_are_tested(num_test):
     The baseline of a pair is then the intercept plus both effects.
     """
     sets = [[0]] * 4 + [[1], [2]] + [[0], [0, 1], [0, 2]] + [[0, 1, 2]] * num_test
-    perturbed, perturbed_ptr = pack_sets(sets)
     y = torch.tensor([3, 3.1, 2.9, 3, 1, 0.5, 3, 4, 3.5] + [4.5] * num_test, dtype=torch.float64)
-    tables = Tables(
-        genes=["a", "b", "c"],
-        relations=["r"],
-        edge_index=torch.tensor([[0], [1]]),
-        edge_type=torch.tensor([0]),
-        perturbed=perturbed,
-        perturbed_ptr=perturbed_ptr,
-        y=y,
-        split=torch.tensor([0] * 6 + [1] * 3 + [2] * num_test, dtype=torch.int8),
-    )
+    tables = on_one_relation(tables_of(sets, y), 3)
+    tables.split = torch.tensor([0] * 6 + [1] * 3 + [2] * num_test, dtype=torch.int8)
     found = additive_baseline(tables)
     assert found.slope == 0
     effect = found.effect[:, 0, 0].double()
     expected = found.intercept + effect[0] + effect[1]
     torch.testing.assert_close(found.prediction[7], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_additive_baseline_does_not_depend_on_the_unit_of_the_scores():
-    tables = synthetic_tables(PRESETS["small"], seed=1)
-    tables.split = random_split(tables, DataConfig())
-    reference = additive_baseline(tables).prediction
-    tables.y *= 1e-12
-    found = 1e12 * additive_baseline(tables).prediction
-    torch.testing.assert_close(found, reference, rtol=1e-8, atol=1e-8)
 
 
 # ---- High levels ---------------------------------------------------------------------------------

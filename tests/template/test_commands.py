@@ -167,37 +167,23 @@ def test_files_in_a_folder_without_permission_are_an_error_of_one_line(
 
         return checked
 
+    def is_refused(status: int) -> bool:
+        """Returns whether a command with this status printed one line with the reason."""
+        error = capsys.readouterr().err
+        reason = re.match("error: .*theirs.*Permission denied.*\n$", error)
+        return status == 2 and reason is not None
+
     for name in ("stat", "mkdir", "open"):
         monkeypatch.setattr(os, name, refused(getattr(os, name)))
     monkeypatch.setattr(builtins, "open", refused(open))
     monkeypatch.setattr(io, "open", builtins.open)
-    both = ("data.edges=theirs/e.tsv", "data.perturbations=theirs/s.tsv")
-    resumed = "run.resume=theirs/best.pt"
-    for words in (both, ["run.dir=theirs/runs"], [resumed]):
-        assert train_here(*words) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-        assert "theirs" in error and "Permission denied" in error
+    assert is_refused(train_here("data.edges=theirs/e.tsv", "data.perturbations=theirs/s.tsv"))
+    assert is_refused(train_here("run.dir=theirs/runs"))
+    assert is_refused(train_here("run.resume=theirs/best.pt"))
     assert train_here("data.cache_dir=theirs/cache") == 0
     assert re.search("cannot be written, .*: .*Permission denied", capsys.readouterr().out)
-    for words in (["scores.tsv", "theirs/run"], ["theirs/scores.tsv", "runs/default"]):
-        assert predict.main(words) == 2
-        error = capsys.readouterr().err
-        assert re.match("error: .*theirs/.*Permission denied.*\n$", error)
-
-
-def test_the_error_for_a_broken_link_has_its_target(train_here, capsys):
-    os.symlink("gone", "link")
-    for words in (
-        ["data.edges=link", "data.perturbations=link"],
-        ["data.edges=link/edges.tsv", "data.perturbations=link/scores.tsv"],
-        ["run.dir=link"],
-        ["run.resume=link"],
-        ["--config", "link"],
-    ):
-        assert train_here(*words) == 2
-        expected = "link is a link to gone, which cannot be reached"
-        assert expected in capsys.readouterr().err
+    assert is_refused(predict.main(["scores.tsv", "theirs/run"]))
+    assert is_refused(predict.main(["theirs/scores.tsv", "runs/default"]))
 
 
 def test_a_run_that_has_failed_can_be_started_again(train_here, capsys, monkeypatch):
@@ -265,13 +251,15 @@ def test_a_file_system_without_locks_is_used_with_a_warning(train_here, monkeypa
     monkeypatch.setattr(fcntl, "flock", flock)
     assert train_here() == 0
     reason = "cannot be locked (Function not implemented)"
-    assert f"note      runs/default/checkpoints/.lock {reason}: make" in capsys.readouterr().out
+    assert f"note      runs/default/checkpoints/.lock {reason}: let" in capsys.readouterr().out
 
 
 def test_a_rank_without_torchrun_is_refused(train_here, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert train_here() == 2
-    message = "RANK is set, but not by torchrun (missing or invalid: 'LOCAL_RANK'): "
+    message = (
+        "RANK is set in the environment, but not by torchrun (missing or invalid: 'LOCAL_RANK'): "
+    )
     assert message in capsys.readouterr().err
 
 
@@ -388,7 +376,6 @@ def test_the_report_of_torchrun_ends_with_the_error(train_here, under_torchrun):
     ddp = ddp_setup.Distributed(ddp_setup.DDPConfig())
     ddp.publish_failure("no progress for 3 s")  # the watchdog calls this
     assert "traceback : error: no progress for 3 s\n" in reported()
-    assert (
-        train_here("run.name=killed") == 0
-    )  # the file now has the text that a SIGKILL would leave
+    assert train_here("run.name=killed") == 0
+    # The file has the text that a SIGKILL would leave.
     assert "SIGKILL" in reported() and "repeat the command to resume" in reported()

@@ -77,14 +77,8 @@ def test_help_lists_every_option(capsys, monkeypatch):
 def test_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n")  # an empty section
-    options = load(
-        "optim.epochs=9",
-        "--config",
-        str(path),
-        "run.name=5",
-        "data.undirected=true",
-        "ddp.device_ids=[2, 0]",
-    )
+    arguments = ["optim.epochs=9", "--config", str(path), "run.name=5", "data.undirected=true"]
+    options = load(*arguments, "ddp.device_ids=[2, 0]")
     assert (options.optim.lr, options.optim.epochs, options.run.name) == (0.01, 9, "5")
     assert options.data.undirected is True
     assert options.ddp.device_ids == [2, 0]
@@ -101,10 +95,8 @@ def test_home_and_variables_are_expanded_in_paths(tmp_path, monkeypatch):
     """They are expanded on the command line, in a file, and in the name of the file."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SCRATCH", "/scratch")
-    for value, expected in (
-        ("~/a", f"{tmp_path}/a"),
-        ("$SCRATCH/${SCRATCH}x", "/scratch//scratchx"),
-    ):
+    expanded = {"~/a": f"{tmp_path}/a", "$SCRATCH/${SCRATCH}x": "/scratch//scratchx"}
+    for value, expected in expanded.items():
         for key in PATHS:
             together = [f"{other}=x" for other in PATHS[:2]]
             section, _, name = key.partition(".")
@@ -152,21 +144,8 @@ def test_a_file_overrides_an_edited_config_yaml(tmp_path, defaults, capsys):
     assert shown == dataclasses.asdict(load())
 
 
-def test_the_log_lists_the_sources_of_the_options(tmp_path, caplog):
-    caplog.set_level("INFO", logger="config")
-    (tmp_path / "mine.yaml").touch()
-    load()
-    load("--config", str(tmp_path / "mine.yaml"), "optim.epochs=4")
-    first, second = caplog.messages
-    assert first == "options   config.yaml"
-    assert second == f"options   config.yaml, then {tmp_path}/mine.yaml, then the command line"
-
-
 def test_ddp_options_accept_the_arguments_of_ddp():
-    arguments = (
-        "{bucket_cap_mb: 25, gradient_as_bucket_view: true, static_graph: true, "
-        "find_unused_parameters: false}"
-    )
+    arguments = "{bucket_cap_mb: 25, static_graph: true, find_unused_parameters: false}"
     assert load(f"ddp.options={arguments}").ddp.options == yaml.safe_load(arguments)
 
 
@@ -196,64 +175,44 @@ def adapt_config(monkeypatch: pytest.MonkeyPatch, source: str) -> Callable[..., 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("cap", "0.5", 0.5),
         ("cap", "3", 3.0),
         ("cap", "1e-3", 0.001),
-        ("cap", "-2.5", -2.5),
-        ("floor", "0", 0),
         ("names", "[a, b]", ["a", "b"]),
         ("names", "[]", []),
         ("ends", "[-1, 1e-3]", [-1.0, 0.001]),
         ("factors", "{a: 0.5}", {"a": 0.5}),
         ("kind", "mean", "mean"),
-        ("count", "0", 0),
         ("count", "-7", -7),
-        ("shift", "-3", -3.0),
-        ("shift", "0", 0.0),
         ("limit", "-2.5", -2.5),
-        ("limit", "0", 0.0),
         ("most", "8", 8),
-        ("most", "-1", -1),
     ],
 )
 def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
     added, tmp_path, name, text, value
 ):
     """The default of an option does not limit its range."""
-    found = getattr(added(f"optim.{name}={text}"), name)
-    assert found == value
-    assert type(found) is type(value)
     (tmp_path / "mine.yaml").write_text(f"optim:\n  {name}: {text}\n")
-    found = getattr(added("--config", str(tmp_path / "mine.yaml")), name)
-    assert found == value
-    assert type(found) is type(value)
+    for argument in (f"optim.{name}={text}", f"--config={tmp_path}/mine.yaml"):
+        found = getattr(added(argument), name)
+        assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("cap=high", "optim.cap must be float, not 'high'"),
-        ("cap=nan", "optim.cap must be float, not 'nan'"),
-        ("floor=-1", "optim.floor must be int >= 0, not -1"),
         ("floor=0.5", "optim.floor must be int >= 0, not 0.5"),
         ("names=a", "optim.names must be list[str], not 'a'"),
         ("names=[a, 1]", "optim.names must be list[str], not ['a', 1]"),
-        ("names=", "optim.names must be list[str], not None"),
         ("ends=[0, x]", "optim.ends must be list[float], not [0, 'x']"),
         ("kind=max", "optim.kind must be sum or mean, not 'max'"),
-        ("count=0.5", "optim.count must be int, not 0.5"),
-        ("count=", "optim.count must be int, not None"),
         ("limit=-3", "optim.limit must be float >= -2.5 and <= 0, not -3"),
-        ("limit=0.5", "optim.limit must be float >= -2.5 and <= 0, not 0.5"),
         ("most=9", "optim.most must be int <= 8, not 9"),
-        ("cup=1", "unknown option optim.cup: did you mean optim.cap?"),
     ],
 )
-def test_an_invalid_value_of_an_added_option_is_an_error_of_one_line(added, argument, message):
-    with pytest.raises(UserError) as caught:
+def test_an_invalid_value_of_an_added_option_is_an_error(added, argument, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         added(f"optim.{argument}")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_number_in_quotes_is_not_a_bool():
@@ -264,10 +223,7 @@ def test_a_number_in_quotes_is_not_a_bool():
 def test_annotations_of_added_options_may_be_strings(monkeypatch):
     """`from __future__ import annotations` turns all annotations into strings."""
     added = adapt_config(monkeypatch, f"from __future__ import annotations\n{ADDED}")
-    arguments = ("cap=3", "floor=0", "ends=[-1, 1e-3]", "kind=mean", "count=0")
-    options = added(*(f"optim.{argument}" for argument in arguments))
-    assert repr((options.cap, options.floor, options.ends)) == "(3.0, 0, [-1.0, 0.001])"
-    assert (options.kind, options.count) == ("mean", 0)
+    assert added("optim.ends=[-1, 1e-3]", "optim.kind=mean").ends == [-1.0, 0.001]
     with pytest.raises(UserError, match=r"^optim.cap must be float, not 'high'$"):
         added("optim.cap=high")
 
@@ -306,94 +262,33 @@ def test_the_rule_of_an_added_option_is_in_its_metadata_or_is_noted(added):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("optim.lrr=1", "unknown option optim.lrr: did you mean optim.lr?"),
         ("lr=1", "unknown option lr: did you mean optim.lr?"),
+        ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
         ("run.name", f"'run.name' is not section.key=value: {config.ONE_WORD}"),
         ("optim.lr = 0.1", f"'optim.lr = 0.1' is not section.key=value: {config.ONE_WORD}"),
         ("--optim.lr=0.1", f"unrecognized arguments: --optim.lr=0.1: {config.ONE_WORD}"),
         ("run.name=runs/a", "run.name='runs/a' must be a path relative to run.dir"),
         ("run.name=", "run.name='' must be a path relative to run.dir"),
-        ("run.name=..", "run.name='..' must be a path relative to run.dir"),
         ("run.name=a/../b", "run.name='a/../b' must be a path relative to run.dir"),
-        ("run.name=/", "run.name='/' must be a path relative to run.dir"),
-        ("run.name=a//b", "run.name='a//b' must be a path relative to run.dir"),
-        ("run.name=a/$HOME", "run.name='a/$HOME' contains '$' or '{', but paths expand variables"),
-        ("run.name=a{b", "run.name='a{b' contains '$' or '{', but paths expand variables"),
         ("run.name=./a", "run.name='./a' must be a path relative to run.dir"),
-        ("data.batchsize=8", "unknown option data.batchsize: did you mean data.batch_size?"),
-        ("modle.hidden=8", "unknown option modle.hidden: did you mean model.hidden?"),
-        (
-            "optim.lr_mult={embedding: -1}",
-            "optim.lr_mult: embedding: -1 is invalid: ",
-        ),
-        (
-            "optim.lr_mult={a: .nan}",
-            "optim.lr_mult: a: '.nan' is invalid: ",
-        ),
+        ("run.name=a/$HOME", "run.name='a/$HOME' must be a path relative to run.dir"),
+        ("run.name=a{b", "run.name='a{b' must be a path relative to run.dir"),
+        ("optim.lr_mult={embedding: -1}", "optim.lr_mult: embedding: -1 is invalid: "),
         ("optim.lr_mult={a: false}", "optim.lr_mult: a: False is invalid: "),
-        (
-            "optim.lr_mult={a: '1'}",
-            "optim.lr_mult: a: '1' is invalid: ",
-        ),
-        (
-            "optim.lr_mult={a: 1e400}",
-            "optim.lr_mult: a: inf is invalid: ",
-        ),
-        (
-            "optim.lr_mult={0: 1}",
-            "optim.lr_mult: 0: 1 is invalid: ",
-        ),
-        ("optim.lr=fast", "optim.lr must be float >= 0, not 'fast'"),
-        ("optim.lr=nan", "optim.lr must be float >= 0, not 'nan'"),
-        ("ddp.timeout_s=inf", "ddp.timeout_s must be float >= 1, not 'inf'"),
-        ("optim.lr=1e400", "optim.lr must be float >= 0, not inf"),
-        ("ddp.timeout_s=0", "ddp.timeout_s must be float >= 1, not 0"),
-        ("ddp.startup_timeout_s=0", "ddp.startup_timeout_s must be float >= 1, not 0"),
-        ("optim.lr=true", "optim.lr must be float >= 0, not True"),
-        ("optim.lr=-1", "optim.lr must be float >= 0, not -1"),
-        ("optim.epochs=2.5", "optim.epochs must be int >= 1, not 2.5"),
-        ("optim.epochs=", "optim.epochs must be int >= 1, not None"),
-        ("data.scores=", "data.scores must be list, not None"),
+        ("optim.lr_mult={a: '1'}", "optim.lr_mult: a: '1' is invalid: "),
+        ("optim.lr_mult={a: 1e400}", "optim.lr_mult: a: inf is invalid: "),
+        ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is invalid: "),
         ("optim.epochs=[", "cannot read the configuration optim.epochs=[: while parsing"),
-        ("run.seed=-1", "run.seed must be int >= 0 and <= 4294967295, not -1"),
-        (
-            "data.split_seed=100000000000000000000",
-            "data.split_seed must be int >= 0 and <= 4294967295, not 100000000000000000000",
-        ),
         ("--config=", "cannot read the configuration"),
-        (
-            "--config=no.yaml",
-            "cannot read the configuration no.yaml: No such file or directory",
-        ),
         ("data.undirected=1", "data.undirected must be bool, not 1"),
-        ("ddp.device_ids=0", "ddp.device_ids must be"),
         ("optim.precision=fp8", "optim.precision must be fp64 or fp32 or bf16 or fp16, not 'fp8'"),
         ("data.split=rows", "data.split must be random or sets or nodes, not 'rows'"),
-        (
-            "data.edges=edges.tsv",
-            "data.edges or data.perturbations is missing: ",
-        ),
-        (
-            "data.perturbations=scores.tsv",
-            "data.edges or data.perturbations is missing: ",
-        ),
-        ("model.dropout=1", "model.dropout must be float >= 0 and <= 0.99, not 1"),
-        ("ddp.options=3", "ddp.options must be"),
-        (
-            "ddp.options={static_graph: true, static_graph: false}",
-            "cannot read the configuration ddp.options={static_graph: true, static_graph: false}: "
-            "static_graph is defined twice",
-        ),
+        ("ddp.device_ids=0", "ddp.device_ids must be"),
+        ("ddp.options={init_sync: 1, init_sync: 2}", ": init_sync is defined twice"),
         ("ddp.options={bucket_cap: 3}", "ddp.options: bucket_cap: 3 is invalid: "),
-        (
-            "ddp.options={static_graph: 3}",
-            "ddp.options: static_graph: 3 is invalid: ",
-        ),
+        ("ddp.options={static_graph: 3}", "ddp.options: static_graph: 3 is invalid: "),
         ("ddp.options={bucket_cap_mb: big}", "bucket_cap_mb: 'big' is invalid: "),
-        ("--lr=3", "unrecognized arguments: --lr=3"),
-        ("optim.warmup=500", "optim.warmup must be float >= 0 and <= 1, not 500"),
-        ("optim.warmup=-0.1", "optim.warmup must be float >= 0 and <= 1, not -0.1"),
-        ("optim.warmup=1.5", "optim.warmup must be float >= 0 and <= 1, not 1.5"),
+        ("data.edges=edges.tsv", "data.edges or data.perturbations is missing: "),
     ],
 )
 def test_a_wrong_argument_is_an_error_of_one_line(argument, message):
@@ -488,12 +383,25 @@ def test_every_option_of_a_file_is_checked(tmp_path):
 
 
 def test_a_number_out_of_range_is_an_error_of_one_line_with_the_option():
+    """No number may be infinite or nan."""
+    counts = set()
+    limited = set()
     for key, option in config.all_options().items():
         limits = option.metadata
-        if "min" in limits:
-            assert_one_line(key, f"{key}={limits['min'] - 1}")
+        wrong = [limits["min"] - 1] if "min" in limits else []
+        wrong += [limits["max"] + 1] if "max" in limits else []
+        wrong += [".nan", "1e400", "inf"] if option.type is float else []
+        for value in wrong:
+            assert_one_line(key, f"{key}={value}")
+        if limits.get("min") == 1:
+            counts.add(key)
         if "max" in limits:
-            assert_one_line(key, f"{key}={limits['max'] + 1}")
+            limited.add(key)
+    assert counts > {
+        *("data.batch_size", "model.layers", "optim.epochs", "optim.accumulate"),
+        *("checkpoint.keep_last", "ddp.timeout_s", "ddp.startup_timeout_s"),
+    }
+    assert limited >= {"run.seed", "data.split_seed", "model.dropout", "optim.warmup"}
 
 
 def assert_one_line(key: str, *arguments: str) -> None:
@@ -515,37 +423,21 @@ def test_the_error_for_a_misspelt_option_suggests_its_name():
                 config.check_names([f"{section}.{wrong}"])
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["data.batch_size", "model.layers", "optim.epochs", "optim.accumulate", "checkpoint.keep_last"],
-)
-def test_a_count_of_zero_is_refused(option):
-    with pytest.raises(UserError, match=f"^{option} must be int >= 1, not 0$"):
-        load(f"{option}=0")
-
-
 def test_options_that_are_not_counts_accept_zero():
-    options = load(
-        "optim.clip=0", "optim.warmup=0", "data.workers=0", "log.profile_steps=0", "run.seed=0"
-    )
-    assert (options.optim.clip, options.optim.warmup) == (0.0, 0.0)
-    assert load("optim.warmup=1").optim.warmup == 1.0
+    options = ("optim.clip", "optim.warmup", "data.workers", "log.profile_steps", "run.seed")
+    load(*(f"{option}=0" for option in options))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("optim: {lrr: 1}", "{path}: unknown option optim.lrr: did you mean optim.lr?"),
-        ("optim: {lr: true}", "optim.lr must be float >= 0, not True"),
-        ("run: {name: 5}", "run.name must be str, not 5"),
         ("run: {name: NO}", "run.name must be str, not False"),
-        ("optim: 3", "{path} does not contain sections"),
+        ("optim: 0", "{path} does not contain sections"),
         ("- a", "{path} does not contain sections"),
         ("false", "{path} does not contain sections"),
-        ("optim: 0", "{path} does not contain sections"),
         ("optim: [", "cannot read the configuration {path}: while parsing"),
         ("optim: {lr: 1}\noptim: {clip: 1}", "the configuration {path}: optim is defined twice"),
-        ("optim: {lr: 1, lr: 2}", "cannot read the configuration {path}: lr is defined twice"),
         ("[" * 1000, "cannot read the configuration {path}: "),
         (None, "cannot read the configuration {path}: No such file or directory"),
     ],
@@ -554,18 +446,15 @@ def test_a_wrong_file_is_an_error_of_one_line(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"{re.escape(message.format(path=path))}.*$") as caught:
         load("--config", str(path))
-    assert message.format(path=path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("run.seed=010", 10),
         ("run.seed=08", 8),
-        ("optim.lr=1e-2", 0.01),
         ("optim.lr=.5", 0.5),
         ("optim.lr_mult={a: 1e-3}", {"a": 0.001}),
         ("data.scores=[1e-3, 010, 1:30]", [0.001, 10, "1:30"]),

@@ -169,42 +169,32 @@ def test_a_node_split_does_not_train_on_test_nodes_and_its_seeds_test_all_nodes(
     assert tested[5] == tested[0]
 
 
-@pytest.mark.parametrize("num_folds", [2, 3, 5, 7, 20])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_each_row_of_a_random_split_is_tested_in_one_fold(num_folds, seed):
-    """This includes intact rows and large sets, which are not used for validation here."""
-    tables = small_tables([*([[k % 70] for k in range(140)]), *[[70]] * 60, []], num_nodes=71)
-    num_tests = torch.zeros(len(tables.y))
-    validated = set()
-    for k in range(num_folds):
-        options = DataConfig(fold=f"{k}/{num_folds}", split_seed=seed, val_fraction=0.15)
-        split = random_split(tables, options)
-        num_tests += split == SPLITS.index("test")
-        is_val = split == SPLITS.index("val")
-        assert len(tables.set_number()[is_val].unique()) == round(0.15 * 72)
-        assert not is_val[140:].any()
-        validated.add(tuple(is_val.tolist()))
-    assert (num_tests == 1).all()
-    assert len(validated) == num_folds
-
-
-@pytest.mark.parametrize("num_folds", [2, 3, 5, 7, 20])
-def test_each_node_of_a_node_split_is_tested_in_one_fold(num_folds):
-    tables = small_tables([[k % 23] for k in range(46)], num_nodes=23)
-    tested = []
+@pytest.mark.parametrize("num_folds", [2, 3, 20])
+@pytest.mark.parametrize("kind", ["random", "nodes"])
+def test_each_row_is_tested_in_one_fold(num_folds, kind):
+    """In a random split, this includes intact rows and large sets, which do not validate here."""
+    sets = [[k % 70] for k in range(140)]
+    if kind == "random":
+        sets += [[70]] * 60 + [[]]
+    tables = small_tables(sets, num_nodes=71)
+    make_split = random_split if kind == "random" else node_split
+    first_tests = []
     for seed in (0, 1):
         splits = []
         for k in range(num_folds):
             options = DataConfig(
-                split="nodes", fold=f"{k}/{num_folds}", split_seed=seed, val_fraction=0.2
+                split=kind, fold=f"{k}/{num_folds}", split_seed=seed, val_fraction=0.2
             )
-            splits.append(node_split(tables, options))
-        counts = (torch.stack(splits) == SPLITS.index("test")).sum(dim=1)
-        assert max(counts) - min(counts) <= 2  # one node, which has two rows
-        assert ((torch.stack(splits) == SPLITS.index("test")).sum(dim=0) == 1).all()
-        assert all((split == SPLITS.index("val")).sum() == 10 for split in splits)
-        tested.append(splits[0] == SPLITS.index("test"))
-    assert not tested[0].equal(tested[1])
+            splits.append(make_split(tables, options))
+        splits = torch.stack(splits)
+        is_test = splits == SPLITS.index("test")
+        is_val = splits == SPLITS.index("val")
+        assert (is_test.sum(dim=0) == 1).all()
+        assert (is_val.sum(dim=1) == 28).all()  # 14 sets or nodes, with two rows each
+        assert not is_val[:, 140:].any()
+        assert len(is_val.unique(dim=0)) == num_folds
+        first_tests.append(is_test[0])
+    assert not first_tests[0].equal(first_tests[1])
 
 
 @pytest.mark.parametrize("fold", ["5/5", "6/5", "0/0", "-1/5", "1", "1/5/2", "first"])

@@ -1,11 +1,9 @@
 """Reading tables, and their fingerprint."""
 
 import copy
-import gzip
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +31,9 @@ def test_tables_are_read_correctly(tmp_path):
     assert tables.y.tolist() == [[0.5], [-1.0], [0.2]]
     assert [tables.rows(split).tolist() for split in SPLITS] == [[0], [1], [2]]
     assert summary_of(tables) == (
-        "4 nodes, 3 edges in 2 relations, 3 samples with 0 to 2 knock-outs: 1 train, 1 val, "
-        "1 test; 1 score: score; 1 row with 0 knock-outs, 1 row with 1 knock-out, "
-        "1 row with 2 knock-outs; 3 distinct sets; 0 rows in no split; rows with each score: 3; "
+        "4 nodes, 3 edges in 2 relations, 3 samples: 1 train, 1 val, "
+        "1 test; 1 score: score; 3 distinct sets of 0 to 2 nodes; 0 rows in no split; "
+        "each score in 3 to 3 rows; "
         "3 knocked-out nodes, 1 of them without edges, 1 in no training row with a score"
     )
 
@@ -46,80 +44,30 @@ def test_undirected_adds_reverse_edges_except_for_self_loops(tmp_path):
     assert tables.edge_type.tolist() == [0, 0, 0, 1, 1]
 
 
-def test_gzipped_tables_with_crlf_line_endings_are_read(tmp_path):
-    plain = write_tables(tmp_path)
-    for path in (plain.edges, plain.perturbations):
-        text = Path(path).read_bytes().replace(b"\n", b"\r\n") + b"\r\n"
-        Path(path + ".gz").write_bytes(gzip.compress(text))
-    packed = replace(plain, edges=plain.edges + ".gz", perturbations=plain.perturbations + ".gz")
-    assert load(packed).fingerprint() == load(plain).fingerprint()
+WORDS = [("genes", "line", "score"), ("a", "K562", 1), ("b", "", 2)]
 
 
 @pytest.mark.parametrize(
     ("edges", "scores", "message"),
     [
-        (
-            [("source", "target")],
-            SCORES,
-            r"edges.tsv:1: the header is 'source\\ttarget', but it must start with "
-            r"'source', 'target', 'relation': (?!.*tabs)",
-        ),
-        (
-            EDGES,
-            [("genes,score",), ("a,1",)],
-            "scores.tsv:1: the header is 'genes,score', but it must start with 'genes': .* tabs, "
-            "not by commas",
-        ),
+        ([("source", "target")], SCORES, r"edges.tsv:1: .* start with 'source', .*(?!.*tabs)"),
+        (EDGES, [("genes,score",), ("a,1",)], "scores.tsv:1: .* must .* tabs, not by commas"),
         (EDGES[:1], SCORES, "edges.tsv: there are no rows below the header"),
         ([*EDGES, ("a", "b")], SCORES, "edges.tsv:6: .* 2 cells, but the header has 3"),
         ([*EDGES, ("a", "", "x")], SCORES, "edges.tsv:6: the target '' is empty"),
-        (EDGES, SCORES[:1], "scores.tsv: there are no rows below the header"),
-        (EDGES, [], r"scores.tsv:1: the header is '', but it must start with 'genes'"),
-        (
-            EDGES,
-            [*SCORES, ("a", "high", "train")],
-            "scores.tsv:5: the score 'high' is not a number",
-        ),
-        (EDGES, [*SCORES, ("a", "inf", "train")], "scores.tsv:5: the score 'inf' is not a number"),
-        (
-            EDGES,
-            [*SCORES, ("a", "1e39", "train")],
-            "scores.tsv:5: the score '1e39' is not a number",
-        ),
-        (EDGES, [*SCORES, ("a", "1_0", "train")], "scores.tsv:5: the score '1_0' is not a number"),
+        (EDGES, [SCORES[0], ()], "scores.tsv: there are no rows below the header"),
+        (EDGES, [], "scores.tsv:1: the header is '', but it must start with 'genes'"),
+        (EDGES, [*SCORES, ("a", "high", "train")], "scores.tsv:5: the score 'high' is not a"),
+        (EDGES, [*SCORES, ("a", "1e39", "train")], "scores.tsv:5: the score '1e39' is not a"),
         (EDGES, [*SCORES, ("", "one", "train")], "scores.tsv:5: the score 'one' is not a number"),
-        (
-            EDGES,
-            [("genes", "cell_line", "score"), ("a", "K562", 1), ("b", "", 2)],
-            r"scores.tsv:2: the cell_line 'K562' is not a number .* in data.scores\. To use a "
-            "column of words as an input, see covariates in the section Recipes of "
-            "docs/adapting.md$",
-        ),
-        (
-            EDGES,
-            [("genes", "score"), ("a", 1), ("b", "K562")],
-            # The column contains a number, so the message has no hint at covariates.
-            r"scores.tsv:3: the score 'K562' is not a number .* in data.scores$",
-        ),
-        (
-            EDGES,
-            [*SCORES, ("a", 1, "dev")],
-            "scores.tsv:5: the split 'dev' is not one of train, val, test",
-        ),
-        (
-            EDGES,
-            [*SCORES, ("a,,b", 1, "val")],
-            "scores.tsv:5: the genes 'a,,b' contain '', which is not a node",
-        ),
+        (EDGES, WORDS, "scores.tsv:2: the line 'K562' is not a number .* data.scores.* covariates"),
+        (EDGES, [*SCORES, ("a", 1, "dev")], "scores.tsv:5: the split 'dev' is not train,"),
+        (EDGES, [*SCORES, ("a,,b", 1, "val")], "scores.tsv:5: the genes 'a,,b' contain '', which"),
         (EDGES, SCORES[:3], r"scores.tsv: the test split is empty \(2 rows"),
+        (EDGES, [("genes", "score"), ("a", 1)], "the (train|val) split is empty"),
         (
             EDGES,
-            [("genes", "score"), ("a", 1)],
-            "the train split is empty|the val split is empty",
-        ),
-        (
-            EDGES,
-            [("genes", "score", "split"), ("a", 1, "train"), ("b", 2, "test")],
+            [*SCORES[:2], SCORES[3]],
             r"the val split is empty \(2 rows, data.split=random\): ",
         ),
     ],
@@ -138,16 +86,12 @@ def test_data_scores_selects_score_columns_and_leaves_out_other_columns(tmp_path
         ("c", "-", 5, 6, "test"),
     ]
     options = write_tables(tmp_path, scores=scores)
-    message = r"scores\.tsv:2: the drug 'MMS' is not .* in data\.scores"
-    with pytest.raises(DataError, match=message):
-        load(options)
     tables = load(replace(options, scores=["b"]))
     assert tables.targets == ["b"]
     assert tables.y.tolist() == [[2], [4], [6]]
     assert tables.left_out == ["drug", "a"]
     assert summary_of(tables).endswith("; unused columns: drug, a")
     assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
-    assert load(replace(options, scores=["b"])).fingerprint() == tables.fingerprint()
     message = r"scores\.tsv:1: data\.scores=.* the score columns \['drug', 'a', 'b'\]"
     for wrong in (["c"], [["b"]], ["split"], [1]):
         with pytest.raises(DataError, match=message):
@@ -231,24 +175,12 @@ def test_the_fingerprint_covers_added_fields():
 
     one = torch.zeros(2000)
     other = torch.zeros(2000).index_fill(0, torch.tensor(1000), 1.0)
-    forms = [
-        lambda x: x,
-        lambda x: [x],
-        lambda x: {"a": (x,)},
-        torch.Tensor.bfloat16,
-        torch.Tensor.bool,
-        torch.Tensor.tolist,
-        torch.Tensor.numpy,
-        lambda x: torch.stack([x, x], 1)[:, 0],
-    ]
+    forms = [torch.Tensor.bfloat16, torch.Tensor.bool, torch.Tensor.numpy]
+    forms += [lambda x: {"a": (x,)}, lambda x: torch.stack([x, x], 1)[:, 0]]
     for form in forms:
         assert fingerprint(form(one)) == fingerprint(form(one.clone())) != fingerprint(form(other))
-    same_bytes = [
-        torch.zeros(2),
-        torch.zeros(1, 2),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.float64),
-    ]
+    int32 = torch.zeros(2, dtype=torch.int32)
+    same_bytes = [torch.zeros(2), torch.zeros(1, 2), int32, torch.zeros(1, dtype=torch.float64)]
     assert len(set(map(fingerprint, same_bytes))) == 4
     assert fingerprint(["a\nb", "c"]) != fingerprint(["a", "b\nc"])
     assert fingerprint({"a": "1"}) != fingerprint({"a": 1}) != fingerprint({"b": 1})

@@ -1,28 +1,19 @@
 """Node features and edge weights: reading them, and training with features."""
 
-import math
 import random
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 
 from data import DataConfig, load
 from errors import DataError
 from tests.template.fixtures import write_table
-from tests.template.tables import summary_of
+from tests.template.tables import EDGES, SCORES, write_tables
 from tests.tools.runs import parameters, read_metrics
 
 pytestmark = pytest.mark.slow  # run with --all, or by name
 
-EDGES = [("source", "target", "relation"), ("a", "b", "x"), ("b", "c", "x"), ("c", "d", "y")]
-SCORES = [
-    ("genes", "score", "split"),
-    ("a,b", 0.5, "train"),
-    ("d", -1, "val"),
-    ("", "2e-1", "test"),
-]
 FEATURES = [
     ("gene", "size", "charge", "same"),
     ("a", 1, -1, 7),
@@ -32,30 +23,9 @@ FEATURES = [
 ]
 
 
-def write_tables(folder: Path, features: str = "", edges=EDGES, **options) -> DataConfig:
-    """Writes tables of edges and scores; returns options with them and a file of features."""
-    return DataConfig(
-        edges=str(write_table(folder / "edges.tsv", edges)),
-        perturbations=str(write_table(folder / "scores.tsv", SCORES)),
-        features=str(folder / features) if features else "",
-        cache_dir=str(folder / "cache"),
-        **options,
-    )
-
-
-def test_features_are_standardised_and_0_if_they_are_missing(tmp_path):
-    write_table(tmp_path / "features.tsv", FEATURES)
-    tables = load(write_tables(tmp_path, "features.tsv"))
-    assert tables.genes == ["a", "b", "c", "d"]
-    root = math.sqrt(26 / 3)  # the standard deviation of 1, 3 and 8
-    expected = [[-3 / root, -1, 0], [0, 0, 0], [-1 / root, 0, 0], [4 / root, 1, 0]]
-    torch.testing.assert_close(tables.features, torch.tensor(expected), atol=1e-6, rtol=0)
-    summary = summary_of(tables)
-    assert "3 knocked-out nodes, 0 of them without edges" in summary
-    assert "; 3 node features; 1 node without features" in summary
-    assert tables.graph()["gene"].x is tables.features
-    assert not tables.features.requires_grad
-    assert tables.fingerprint() != load(write_tables(tmp_path)).fingerprint()
+def with_features(folder: Path, rows: list[tuple]) -> DataConfig:
+    """Writes tables with these rows of features; returns options with them."""
+    return write_tables(folder, features=str(write_table(folder / "features.tsv", rows)))
 
 
 @pytest.mark.parametrize(
@@ -64,26 +34,17 @@ def test_features_are_standardised_and_0_if_they_are_missing(tmp_path):
         ([*FEATURES, ("b", 1, 2)], r"features.tsv:6: .* 3 cells, but the header has 4"),
         ([*FEATURES, ("a", 1, 2, 7)], r"features.tsv:6: the gene 'a' has two rows"),
         ([*FEATURES, ("b", 1, "inf", 7)], r"features.tsv:6: the charge 'inf' is not a number"),
-        ([*FEATURES, ("b", "large", 1, 7)], r"features.tsv:6: the size 'large' is not a number"),
         ([("gene",), ("a",)], r"features.tsv:1: the header has no feature columns"),
-        (
-            [("name", "size"), ("a", 1)],
-            r"features.tsv:1: the header is 'name\\tsize', but it must start with 'gene'",
-        ),
-        (
-            [("gene", "size"), ("A", 1)],
-            r"features.tsv: no node of this table is in the ",
-        ),
-        ([], r"features.tsv:1: the header is ''"),
+        ([("name", "size"), ("a", 1)], r"features.tsv:1: .* but it must start with 'gene'"),
+        ([("gene", "size"), ("A", 1)], r"features.tsv: no node of this table is in the "),
     ],
 )
 def test_errors_in_a_table_of_features_name_the_file_and_the_line(tmp_path, rows, message):
-    write_table(tmp_path / "features.tsv", rows)
     with pytest.raises(DataError, match=message):
-        load(write_tables(tmp_path, "features.tsv"))
+        load(with_features(tmp_path, rows))
 
 
-@pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", "heavy", 1e-150])
+@pytest.mark.parametrize("weight", ["", "NA", 0, -1, "inf", 1e-150])
 def test_edge_weights_must_be_positive(tmp_path, weight):
     message = f"edges.tsv:2: the weight '{weight}' is not a number from 1e-30"
     with pytest.raises(DataError, match=message):
@@ -99,30 +60,22 @@ def test_an_unknown_column_of_edges_is_an_error_with_advice(tmp_path):
 
 def test_columns_may_be_called_nodes_and_node(tmp_path):
     """Instead of genes and gene."""
-    write_table(tmp_path / "features.tsv", FEATURES)
-    expected = load(write_tables(tmp_path, "features.tsv")).fingerprint()
-    write_table(tmp_path / "nodes.tsv", [("node", *FEATURES[0][1:]), *FEATURES[1:]])
-    options = write_tables(tmp_path, "nodes.tsv")
+    expected = load(with_features(tmp_path, FEATURES)).fingerprint()
+    options = with_features(tmp_path, [("node", *FEATURES[0][1:]), *FEATURES[1:]])
     write_table(tmp_path / "scores.tsv", [("nodes", *SCORES[0][1:]), *SCORES[1:]])
     assert load(options).fingerprint() == expected
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "message"),
     [
-        (
-            ["model.embedding=false"],
-            "error: model.embedding=false needs node features: ",
-        ),
-        (
-            ["data.edges="],
-            "error: data.edges or data.perturbations is missing: ",
-        ),
-        (["data.features=none.tsv"], "error: cannot read none.tsv: No such file or directory"),
+        ("model.embedding=false", "error: model.embedding=false needs node features: "),
+        ("data.edges=", "error: data.edges or data.perturbations is missing: "),
+        ("data.features=none.tsv", "error: cannot read none.tsv: No such file or directory"),
     ],
 )
-def test_options_without_the_tables_that_they_need_are_refused(train, arguments, message):
-    finished = train(0, *arguments)
+def test_options_without_the_tables_that_they_need_are_refused(train, argument, message):
+    finished = train(0, argument)
     assert finished.returncode == 2 and message in finished.stderr
 
 
@@ -142,22 +95,14 @@ def test_features_predict_genes_that_no_training_row_has(train, predict, tmp_pat
         f"data.edges={write_table(tmp_path / 'e.tsv', edges)}",
         f"data.perturbations={write_table(tmp_path / 'p.tsv', scores)}",
         f"data.features={write_table(tmp_path / 'f.tsv', features)}",
-        "data.split=nodes",
-        "data.test_fraction=0.2",
-        "data.batch_size=32",
-        "model.readout=local",
-        "model.hidden=16",
-        "optim.lr=0.06",
-        "optim.epochs=5",
+        *("data.split=nodes", "data.test_fraction=0.2", "data.batch_size=32", "optim.epochs=5"),
+        *("model.readout=local", "model.hidden=16", "model.embedding=false", "optim.lr=0.06"),
     ]
-    for name, embedding in (("added", "true"), ("alone", "false")):
-        train(0, *settings, f"model.embedding={embedding}", f"run.name={name}").check()
-        (test,) = read_metrics(tmp_path / "runs" / name, "test")
-        assert test["pearson"] > 0.8 > test["baseline_pearson"] + 0.15
-    assert (
-        not {"encoder.embedding", "encoder.identity"} & parameters(tmp_path / "runs/alone").keys()
-    )
-    predict(0, str(tmp_path / "p.tsv"), "runs/alone").check()
+    train(0, *settings, "run.name=a").check()
+    (test,) = read_metrics(tmp_path / "runs/a", "test")
+    assert test["pearson"] > 0.8 > test["baseline_pearson"] + 0.15
+    assert not {"encoder.embedding", "encoder.identity"} & parameters(tmp_path / "runs/a").keys()
+    predict(0, str(tmp_path / "p.tsv"), "runs/a").check()
     lines = (tmp_path / "p.predictions.tsv").read_text().splitlines()
     assert len(lines) == 1501
     assert all(float(line.split("\t")[1]) for line in lines[1:])

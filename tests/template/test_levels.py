@@ -1,4 +1,4 @@
-"""Levels of nodes: in tables, splits and the baseline, and with all routes and readouts of a model.
+"""Levels of nodes: in tables and splits, and with all routes and readouts of a model.
 
 `A=0.3` in a table means that node A sends its messages times 0.3. Level 0 is a knock-out.
 """
@@ -10,13 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_geometric.data import Data
 
-from baseline import additive_baseline
 from data import (
     DataConfig,
-    KnockoutDataset,
-    basis_of,
     load,
     node_split,
     random_split,
@@ -24,16 +20,18 @@ from data import (
 from data_tables import Tables
 from errors import DataError, UserError
 from mask import SharedGraph
-from metrics import pearson
-from model import KnockoutGNN, ModelConfig
 from model_reach_plan import ReachPlanner
 from predict_tables import read_sets
-from tests.bench.synthetic import PRESETS, dose_responses, synthetic_tables
+from tests.bench.synthetic import dose_responses
 from tests.sets import pack_levels, tables_of
 from tests.syncs import CountSynchronisations
 from tests.template.fixtures import write_table
-from tests.template.models import full_model
-from tests.template.tasks import small_graph
+from tests.template.small_model import (
+    graph_of_12_nodes,
+    make_batch,
+    make_model,
+    outputs_and_gradients,
+)
 
 EDGES = [
     ("source", "target", "relation"),
@@ -43,7 +41,6 @@ EDGES = [
     ("d", "a", "y"),
 ]
 HEADER = ("genes", "score", "split")
-NUM_NODES = 12
 SETS = [
     {0: 0.0, 3: 0.3},
     {},
@@ -130,73 +127,12 @@ def test_levels_are_written_with_all_their_digits(tmp_path):
 
 
 def test_the_dose_of_a_level_does_not_depend_on_its_position_in_the_batch(shared):
-    model = make_model(readout="local").double()
+    model = make_model(torch.float64, readout="local")
     levels = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
     for level in levels:
         in_batch = model(shared, make_batch(shared, [{3: level}] * 41))
         single = model(shared, make_batch(shared, [{3: level}]))
         torch.testing.assert_close(in_batch, single.expand(41, -1), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("levels", "expected"),
-    [
-        ([0.0], [[1, 1, 0]]),
-        ([0.0, 1.0], [[1, 1, 0]]),
-        ([0.2], [[1.25, 1.25, 0]]),
-        ([3.0], [[0.5, 0.5, 0]]),
-        ([0.0, 3.0], [[1, 0, 0], [0, 0.5, 0]]),
-        ([0.0, 0.2], [[(2 / 1.64) ** 0.5, (2 / 1.64) ** 0.5, 0], [0, 0, 1]]),
-        ([0.2, 3.0], [[1.25, 0, 0], [0, 0.5, 0]]),
-        ([0.0, 0.2, 3.0], [[(2 / 1.64) ** 0.5, 0, 0], [0, 0.5, 0], [0, 0, 1]]),
-    ],
-)
-def test_a_node_has_as_many_effects_as_the_levels_of_training_rows_identify(levels, expected):
-    """Levels of validation and test rows, and of training rows without a score, do not count."""
-    choices = torch.tensor(levels, dtype=torch.float64)
-    sets = [{k % 20: choices[k % len(levels)].item()} for k in range(120)]
-    sets += [{k: level} for k, level in enumerate([0.0, 0.7, 8.0] * 2)]
-    y = torch.arange(126, dtype=torch.float64)
-    y[-3:] = math.nan
-    split = torch.tensor([0] * 120 + [1] * 2 + [2] + [0] * 3, dtype=torch.int8)
-    tables = replace(tables_of(sets, y), split=split)
-    tables.y = y.unsqueeze(1)
-    torch.testing.assert_close(basis_of(tables).T, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_each_effect_of_a_node_is_fitted_and_imputed_separately(tmp_path):
-    """Nodes in the same module of the graph have the same effects of loss, gain and deletion."""
-    generator = torch.Generator().manual_seed(0)
-    effect = torch.randn(6, 3, dtype=torch.float64, generator=generator)
-    module = torch.arange(60) % 6
-    levels = [0.0, 0.25, 0.5, 0.75, 2.0, 3.0]
-    sets = [{node: level} for node in range(60) for level in levels]
-    y = []
-    for nodes in sets:
-        (node, level), *_ = nodes.items()
-        dose = [max(0, 1 - level), min(0, 1 - level), float(level == 0)]
-        y.append(effect[module[node]] @ torch.tensor(dose, dtype=torch.float64))
-    source, target = torch.combinations(torch.arange(60)).T
-    is_edge = module[source] == module[target]
-    # Training rows never activate the last node of a module, and never delete the node before it.
-    is_left_out = [
-        (node >= 54 and level > 1) or (48 <= node < 54 and level == 0)
-        for nodes in sets
-        for node, level in nodes.items()
-    ]
-    tables = Tables(
-        genes=[f"g{k:02}" for k in range(60)],
-        relations=["r"],
-        edge_index=torch.stack([source[is_edge], target[is_edge]]),
-        edge_type=torch.zeros(int(is_edge.sum()), dtype=torch.long),
-        **pack_levels(sets),
-        y=torch.stack(y),
-        split=torch.tensor([2 if out else k % 7 == 0 for k, out in enumerate(is_left_out)]).char(),
-    )
-    found = additive_baseline(tables).prediction
-    assert pearson(tables.y, found) > 0.99
-    test = tables.rows("test")
-    assert pearson(tables.y[test], found[test]) > 0.98
 
 
 @pytest.mark.parametrize(
@@ -255,43 +191,15 @@ def test_rows_of_the_same_nodes_and_levels_stay_together_in_a_split():
 # ---- Model ---------------------------------------------------------------------------------------
 @pytest.fixture
 def shared() -> SharedGraph:
-    return SharedGraph(small_graph(torch.Generator().manual_seed(0))).double()
-
-
-def make_batch(
-    shared: SharedGraph, sets: list[dict[int, float]], planner: ReachPlanner | None = None
-) -> Data:
-    dataset = KnockoutDataset(tables_of(sets, torch.arange(len(sets)) / 3), shared.degree, planner)
-    return dataset.__getitems__(list(range(len(sets))))
-
-
-def make_model(**options) -> KnockoutGNN:
-    torch.manual_seed(0)
-    config = ModelConfig(**{"hidden": 8, "layers": 2, "dropout": 0.0, **options})
-    targets = torch.tensor([5, 0, 10, 8, 2, 6])
-    num_targets = 6 if config.readout == "nodes" else 1
-    model = full_model(config, NUM_NODES, 3, num_targets=num_targets, target_nodes=targets)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.double()
-
-
-def outputs_and_gradients(
-    model: KnockoutGNN, shared: SharedGraph, batch: Data
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the predictions, and the gradients of a loss for all trained parameters."""
-    prediction = model(shared, batch)
-    prediction.square().sum().backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = torch.cat([parameter.grad.flatten() for parameter in trained])
-    return prediction.detach(), gradients
+    return graph_of_12_nodes().double()
 
 
 @pytest.mark.parametrize("readout", ["both", "local", "global", "nodes"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_all_routes_agree_for_levels_and_deletions(shared, monkeypatch, readout, layers):
     """Compares values and gradients on copies of the graph with plans for 0 to all layers."""
-    reference = make_model(layers=layers, readout=readout, message_passing="expanded")
+    options = {"layers": layers, "readout": readout}
+    reference = make_model(torch.float64, message_passing="expanded", **options)
     expected = outputs_and_gradients(reference, shared, make_batch(shared, SETS))
     monkeypatch.setattr(SharedGraph, "samples_at_once", lambda graph, states: 2)
     monkeypatch.setattr(ReachPlanner, "BLOCK", 3)
@@ -301,7 +209,7 @@ def test_all_routes_agree_for_levels_and_deletions(shared, monkeypatch, readout,
         batch = make_batch(shared, SETS, planner)
         assert {len(block.layers) for block in batch.plan} == {planned}
         with CountSynchronisations() as count:
-            found = outputs_and_gradients(make_model(layers=layers, readout=readout), shared, batch)
+            found = outputs_and_gradients(make_model(torch.float64, **options), shared, batch)
         assert count.seen == []
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -324,9 +232,3 @@ def test_dose_responses_equal_values_calculated_by_hand():
     found = dose_responses(SameForAll(), edges, *packed.values(), rounds=1)
     expected = [1.5 * x / (x + 0.5) - 1 for x in (0.5, 1.75, 1.0)] + [0.0]
     assert found.tolist() == pytest.approx(expected)
-
-
-def test_the_preset_dose_has_its_levels_and_another_preset_has_no_levels():
-    tables = synthetic_tables(PRESETS["dose"])
-    assert tables.level.unique().tolist() == list(PRESETS["dose"].levels)
-    assert not synthetic_tables(PRESETS["small"]).level.any()

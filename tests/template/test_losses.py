@@ -9,16 +9,13 @@ import torch
 from config import Config
 from data import DataConfig
 from errors import UserError
-from losses import LOSSES, Binary, Criterion, Squared
+from losses import LOSSES, Criterion
 from metrics import METRICS, metrics_text
 from model import ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask
 from tests.template.results import log_likelihood
 from tests.template.tables import additive_tables
-
-MEAN = torch.tensor([2.0, -1.0], dtype=torch.float64)
-STD = torch.tensor([0.5, 3.0], dtype=torch.float64)
 
 
 class Gaussian(Criterion):
@@ -67,28 +64,6 @@ def make_task(loss, folder, readout="both"):
 
 
 # ---- Losses --------------------------------------------------------------------------------------
-def test_squared_errors_are_divided_by_the_variance_of_the_scores():
-    output = random_numbers(5, 2, 1)
-    y = random_numbers(5, 2) * 3 + 1
-    scores = MEAN + STD * output[:, :, 0]
-    criterion = Squared(MEAN, STD)
-    torch.testing.assert_close(criterion.losses(output, y), ((scores - y) / STD) ** 2)
-    assert torch.equal(criterion.predictions(output)["prediction"], scores)
-    assert criterion.losses(output.float(), y).dtype == torch.float32
-
-
-def test_binary_losses_are_minus_the_logarithm_of_the_probability_of_the_score():
-    output = random_numbers(5, 2, 1)
-    y = (random_numbers(5, 2) > 0).double()
-    mean, std = Binary.origin_and_unit(torch.tensor([0.3, 0.9]).double(), STD)
-    criterion = Binary(mean, std)
-    probability = criterion.predictions(output)["prediction"]
-    odds = torch.tensor([0.3 / 0.7, 0.9 / 0.1]) * output[:, :, 0].exp()
-    torch.testing.assert_close(probability, odds / (1 + odds))
-    of_truth = probability.where(y == 1, 1 - probability)
-    torch.testing.assert_close(criterion.losses(output, y), -of_truth.log())
-
-
 def test_an_ensemble_predicts_the_sd_of_the_mixture_of_its_models():
     predictions = {
         "prediction": torch.tensor([[[1.0]], [[5.0]]]).double(),  # two models, [M, n, T]
@@ -124,6 +99,8 @@ def test_the_log_reports_if_training_starts_from_the_mean_despite_a_baseline(
     notes = [note for note in task.notes() if "starts from the mean" in note]
     assert len(notes) == from_mean
     assert task.rivals["baseline"].std() > 0
+    losses = task.criterion.losses(task.by_score(output, batch), batch.y)
+    assert losses.dtype == output.dtype == torch.float32
 
 
 # ---- Columns -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.loops import (
     make_batch,
 )
 from tests.syncs import CountSynchronisations
+from tests.template.results import normal
 from tests.template.small_graph import SETS, edges_of
 
 
@@ -96,63 +97,42 @@ def test_expand_has_the_layout_of_a_pyg_batch(graph, sets):
         assert torch.equal(expanded[relation], expected[relation].edge_index), relation
 
 
-def matrices(graph: HeteroData) -> Tensor:
-    """Returns A_r of each relation, float64 [R, N, N], entry by entry."""
-    matrices = torch.zeros(len(graph.edge_types), NUM_NODES, NUM_NODES, dtype=torch.float64)
-    for matrix, relation in zip(matrices, graph.edge_types, strict=True):
-        source, target = graph[relation].edge_index
-        weight = graph[relation].get("edge_weight", torch.ones(len(source))).double()
-        in_degree = torch.bincount(target, weight, minlength=NUM_NODES)
-        for s, t, w in zip(source.tolist(), target.tolist(), weight, strict=True):
-            matrix[t, s] += w / (weight.sum() / NUM_NODES * in_degree[t]).sqrt()
-    return matrices
-
-
-def assert_propagates_as_dense_products(
-    shared: SharedGraph,
-    graph: HeteroData,
-    gated: bool,
-    autocast: torch.dtype | None,
-    tolerance: float,
-) -> None:
-    """Compares the sums over neighbours, and their gradients, with dense products in float64."""
+def sums_and_gradients(
+    shared: SharedGraph, gate: Tensor | None, autocast: torch.dtype | None = None
+) -> list[Tensor]:
+    """Returns the sums of random states over neighbours, and the gradients of states and gate."""
     dtype = shared.edge_weight.dtype
-    dense = matrices(graph)
-    generator = torch.Generator().manual_seed(0)
-    x, gate, upstream = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in [(NUM_NODES, 2, 8), (len(dense), 8), (NUM_NODES, 2, 8)]
-    )
-    x = x.to(dtype).requires_grad_()
-    gate = gate.to(dtype).requires_grad_()
-    inputs = (x, gate) if gated else (x,)
+    x, upstream = normal(2, NUM_NODES, 2, 8).to(dtype)
+    inputs = [x.requires_grad_()]
+    if gate is not None:
+        inputs.append(gate.to(dtype, copy=True).requires_grad_())
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         sums = shared.propagate(*inputs)
-    factor = gate.double() if gated else torch.ones(len(dense), 8, dtype=torch.float64)
-    expected = torch.einsum("rts,sbh,rh->tbh", dense, x.double(), factor)
-    results = (sums, *torch.autograd.grad(sums, inputs, upstream.to(dtype)))
-    references = (expected, *torch.autograd.grad(expected, inputs, upstream))
-    for result, reference in zip(results, references, strict=True):
-        assert result.dtype == dtype
-        assert (result - reference).norm() <= tolerance * reference.norm()
+    return [sums, *torch.autograd.grad(sums, inputs, upstream)]
 
 
-# The tolerance in float64 is 1e-7, because the weights have been rounded to float32.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("sparse", [0, 2])  # 0: all rows are stored; 2: only rows with edges
-def test_propagate_equals_dense_products_with_their_gradients(
-    graph, monkeypatch, gated, autocast, dtype, tolerance, sparse
+def test_sums_and_gradients_have_the_precision_of_the_graph(
+    graph, monkeypatch, gated, autocast, sparse
 ):
-    """Under autocast, too, because sums over many neighbours need the precision of the graph."""
+    """Sums over many neighbours need it. They are compared with sums in float64.
+
+    tests/test_mask.py compares sums in float64 with dense matrices.
+    """
+    gate = normal(3, 8, seed=1) if gated else torch.ones(3, 8)
+    expected = sums_and_gradients(SharedGraph(graph).double(), gate)
     monkeypatch.setattr(RelationStack, "SPARSE", sparse)
-    shared = SharedGraph(graph).to(dtype)
+    shared = SharedGraph(graph)
     assert (shared.stack.by_target.node is None) == (sparse == 0)
-    assert_propagates_as_dense_products(shared, graph, gated, autocast, tolerance)
+    found = sums_and_gradients(shared, gate if gated else None, autocast)
+    for result, reference in zip(found, expected, strict=gated):
+        assert result.dtype == torch.float32
+        assert (result - reference).norm() <= 1e-6 * reference.norm()
 
 
-def test_many_rows_without_edges_are_not_stored(graph):
+def test_many_rows_without_edges_are_not_stored(graph, monkeypatch):
     for number in range(10):
         edge_index = torch.tensor([[number % NUM_NODES], [3]])
         graph["gene", f"few{number}", "gene"].edge_index = edge_index
@@ -164,7 +144,10 @@ def test_many_rows_without_edges_are_not_stored(graph):
         assert len(matrix.csr.ptr) == len(rows) + 1
         assert matrix.relation.equal(rows // NUM_NODES)
         assert matrix.node.equal(rows % NUM_NODES)
-    assert_propagates_as_dense_products(shared, graph, True, None, 1e-6)
+    found = sums_and_gradients(shared, normal(13, 8))
+    monkeypatch.setattr(RelationStack, "SPARSE", 0)
+    expected = sums_and_gradients(SharedGraph(graph), normal(13, 8))
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_stacked_matrices_are_sorted_by_row_and_column(graph):

@@ -17,15 +17,12 @@ from mask import SharedGraph
 from mask_product import CSR
 from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig
 from model_nodes import NodeReadout
-from model_reach import is_exact, plan_route, record_states, spmm
+from model_reach import is_exact, layers_of, plan_route, record_states, spmm
 from model_reach_plan import ReachBlock, ReachedStates, ReachPlanner
 from tests.loops import DEAD, LEVELS, NUM_NODES, graph_of_9_nodes, make_batch
 from tests.sets import tables_of
 from tests.template.models import full_model
-from tests.template.small_graph import (
-    SETS,
-    edges_of,
-)
+from tests.template.small_graph import SETS, edges_of
 
 
 @pytest.fixture
@@ -154,20 +151,15 @@ def test_a_plan_contains_the_weight_of_each_edge_from_a_sender(graph, shared):
         reached_before = reached
 
 
-@pytest.mark.parametrize(("states", "sizes"), [(2 * NUM_NODES + 1, [2, 2, 2, 1]), (1, [1] * 7)])
-def test_blocks_of_a_large_graph_have_few_samples(shared, monkeypatch, states, sizes):
-    """The states of all nodes in a block must fit in memory."""
-    monkeypatch.setattr(ReachPlanner, "STATES", states)
-    batch = make_batch(shared, (SETS * 7)[:7])
-    blocks = ReachPlanner(shared, 1).plan(batch)
-    assert [block.num_samples for block in blocks] == sizes
-    assert torch.cat([shared.levels(block) for block in blocks], dim=1).equal(shared.levels(batch))
-
-
-@pytest.mark.parametrize(("reached", "block"), [(10**6, 32), (1, 1)])
-def test_blocks_are_small_if_knock_outs_change_many_states(shared, monkeypatch, reached, block):
+@pytest.mark.parametrize(
+    ("reached", "states", "block"),
+    [(10**6, 10**6, 32), (1, 10**6, 1), (10**6, NUM_NODES, 1), (10**6, 1, 1)],
+)
+def test_blocks_are_small_if_they_have_many_states(shared, monkeypatch, reached, states, block):
+    """The states of all nodes must fit in memory, and the states that differ in the cache."""
     dataset = KnockoutDataset(tables_of(SETS, torch.zeros(len(SETS))), shared.degree)
     monkeypatch.setattr(ReachPlanner, "REACHED", reached)
+    monkeypatch.setattr(ReachPlanner, "STATES", states)
     planner, _ = plan_route(shared, dataset, "reach", 2)
     sizes = [of_block.num_samples for of_block in planner.plan(make_batch(shared, SETS))]
     assert sizes == [min(block, len(SETS))] * max(1, len(SETS) // block)
@@ -278,25 +270,10 @@ def test_a_plan_is_not_used_if_a_layer_does_not_call_its_activation(shared, monk
     assert not is_planned_exactly(tiny_model("both"), shared, 2)
 
 
-def test_a_plan_is_not_used_if_a_layer_lacks_a_module(shared):
-    model = tiny_model("both")
-    del model.encoder.first.gate
-    assert not is_planned_exactly(model, shared, 2)
-
-
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_plan_is_not_exact_for_a_different_class_of_layer(shared, number):
-    """Such a layer does not need the modules of a `KnockoutConv`."""
-
-    class OwnConv(torch.nn.Linear):
-        def forward(self, x: Tensor, *arguments: object) -> Tensor:
-            return super().forward(x)
-
+def test_a_plan_is_not_used_if_a_layer_lacks_a_module(shared, number):
     model = tiny_model("both")
-    if number == 0:
-        model.encoder.first = OwnConv(8, 8)
-    else:
-        model.encoder.layers[0] = OwnConv(8, 8)
+    del layers_of(model.encoder)[number].gate
     assert not is_planned_exactly(model, shared, 2)
 
 
@@ -308,32 +285,20 @@ def test_a_plan_is_not_exact_for_an_edited_readout(shared, monkeypatch, readout)
     assert not is_planned_exactly(model, shared, 2)
 
 
-class LargestChange(GlobalReadout):
-    def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
-        return (change * alive.unsqueeze(-1)).amax(0)
-
-
-class DoubledEffects(NodeReadout):
-    def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
-        return 2 * super().pool(change, alive, wild)
-
-
-@pytest.mark.parametrize(
-    ("readout", "own"),
-    [
-        ("both", LargestChange(NUM_NODES, 8, 1)),
-        ("nodes", DoubledEffects(NUM_NODES, 8, torch.tensor([1, 4, 5]))),
-    ],
-)
-def test_a_readout_with_a_custom_pool_reads_the_states_of_all_nodes(shared, caplog, readout, own):
+def test_a_readout_with_a_custom_pool_reads_the_states_of_all_nodes(shared, caplog):
     """The log reports this once. The layers still compute only the states that change."""
+
+    class DoubledEffects(NodeReadout):
+        def pool(self, change: Tensor, alive: Tensor, wild: object) -> Tensor:
+            return 2 * super().pool(change, alive, wild)
+
     caplog.set_level("INFO")
-    model = tiny_model(readout)
-    model.terms["knockout"] = own
+    model = tiny_model("nodes")
+    model.terms["knockout"] = DoubledEffects(NUM_NODES, 8, torch.tensor([1, 4, 5]))
     for _ in range(2):
         assert is_planned_exactly(model, shared, 2)
     (note,) = caplog.messages
-    assert type(own).__name__ in note and "pool_reached" in note
+    assert "DoubledEffects" in note and "pool_reached" in note
 
 
 def test_a_readout_with_pool_reached_reads_only_reached_states(shared, caplog):

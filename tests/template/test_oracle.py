@@ -16,7 +16,6 @@ from torch import Tensor
 import analyse_metrics
 import data
 import metrics
-from analyse_results import read_results
 from baseline import Baseline, additive_baseline
 from config import Config
 from data import DataConfig
@@ -27,11 +26,25 @@ from optim import OptimConfig
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.oracle import Oracle, Parameters, combination, figures
+from tests.template.results import read_results
 from tests.template.tasks import lines_of_test
 
-LEVELS = ([0], [0, 1], [0.3], [0, 0.3, 1], [0.5, 2, 1], [0, 0.3, 0.5, 1, 2], [0, 0.5, 10_000])
+LEVELS = ([0], [0, 2], [0.3], [0, 0.3, 1], [0.5, 2, 1], [0, 0.3, 0.5, 1, 2], [0, 0.5, 10_000])
 SHARES = (0.3, 0.15, 0.1, 0.15, 0.1, 0.15, 0.05)  # probabilities of these lists of levels
-FIGURES = ("mse", "pearson", "r2", "spearman")
+FIGURES = {
+    "mse": metrics.mse,
+    "pearson": metrics.pearson,
+    "r2": analyse_metrics.r2,
+    "spearman": metrics.spearman,
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Makes fits of two scores at once, and products with 20 rows at once."""
+    monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 2)
+    monkeypatch.setattr("baseline.ROWS_AT_ONCE", 20)
+    monkeypatch.setattr("baseline_ridge.ROWS_AT_ONCE", 20)
 
 
 # ---- Random tables -------------------------------------------------------------------------------
@@ -266,9 +279,11 @@ def compare_baseline(task: KnockoutTask, oracle: Oracle) -> None:
         found = additive.prediction[:, t].numpy()
         assert np.isfinite(found).all()
         if is_determined(oracle, t):
-            distances = [
-                np.abs(found - as_scores(choice, oracle)).max() for choice in oracle.baselines(t)
-            ]
+            distances = []
+            for prediction, imputed in oracle.baselines(t):
+                errors = [found - as_scores(prediction, oracle)]
+                errors.append(additive.imputed[:, :, t].numpy() - imputed)
+                distances.append(max(np.abs(error).max() for error in errors))
             assert min(distances) < 1e-5 * oracle.std[t]
         compare_combination(baseline, oracle, t)
 
@@ -336,14 +351,14 @@ def compare_metrics(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None
     weight = oracle.weight[rows]
     pairs = zip(y.T.numpy(), scores.T.numpy(), strict=True)
     expected = [figures(*pair, weight) for pair in pairs]
-    for name in FIGURES:
+    for name, metric in FIGURES.items():
         of_scores = [of_score[name] for of_score in expected]
-        found = getattr(metrics, name)(y, scores, torch.from_numpy(weight).unsqueeze(1))
+        found = metric(y, scores, torch.from_numpy(weight).unsqueeze(1))
         assert_close(found, of_scores)
     certainty = metrics.as_ranked(y, scores)
-    assert_close(
-        analyse_metrics.auroc(y == 1, certainty), [of_score["auroc"] for of_score in expected]
-    )
+    for name in ("auroc", "average_precision"):
+        of_scores = [of_score[name] for of_score in expected]
+        assert_close(getattr(analyse_metrics, name)(y == 1, certainty), of_scores, 1e-6)
     reported = task.metrics("val", outputs[rows].unsqueeze(2))
     assert reported["n"] == (~y.isnan()).any(dim=1).sum()
     for name in ("mse", "pearson"):
@@ -423,7 +438,7 @@ def test_random_tables(seed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(12, 50), *range(1000, 1050)])
+@pytest.mark.parametrize("seed", [*range(12, 40), *range(1000, 1012)])
 def test_more_random_tables(seed, tmp_path):
     compare(seed, tmp_path)
 
@@ -434,6 +449,6 @@ def test_a_scaled_score_has_the_same_baseline(seed, tmp_path):
     fields, options = draw(seed)
     tables = data.load(write(fields, options, tmp_path).data)
     prediction = additive_baseline(tables).prediction
-    for factor, shift in ((2, 3), (3, 1), (10, 0.1)):
+    for factor, shift in ((2, 3), (3, 1), (10, 0.1), (1e-12, 0)):
         scaled = additive_baseline(replace(tables, y=factor * tables.y + shift))
-        assert_close(scaled.prediction, factor * prediction.numpy() + shift, 1e-6)
+        assert_close((scaled.prediction - shift) / factor, prediction.numpy(), 1e-6)

@@ -9,6 +9,7 @@ import yaml
 import ddp_setup
 import parts
 from config import Config, compose, parse_override
+from ddp_setup import DDPConfig, Distributed
 from parts import check_parts, optional
 from tests.template.fixtures import ROOT, write_table
 from tests.template.parts_list import PARTS
@@ -122,7 +123,9 @@ def test_without_the_part_threads_torch_chooses_the_number_of_threads(monkeypatc
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(parts, "is_here", lambda module: module != "ddp_threads")
     number = torch.get_num_threads()
-    assert ddp_setup.set_threads(1) == f"{number} (chosen by torch)"
+    ddp = Distributed(DDPConfig())
+    ddp_setup.setup(ddp)
+    assert ddp.threads == f"{number} (chosen by torch)"
     assert torch.get_num_threads() == number
 
 
@@ -159,6 +162,7 @@ def predict_without(command, tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_model_predicts_the_same_without_the_parts_that_it_does_not_need(
     trained, predict, predict_without, tmp_path
 ):

@@ -49,9 +49,7 @@ def test_a_run_is_a_folder_or_a_checkpoint_and_keeps_its_options(trained, predic
     step = torch.load(tmp_path / BEST.format("run"), weights_only=True)["step"]
     tables = []
     for run in ("runs/run", BEST.format("run"), f"runs/run/checkpoints/step_{step:08d}.pt"):
-        result = predict(0, "ask.tsv", run, "data.batch_size=16").check()
-        assert "options   runs/run/checkpoints/" in result.stdout
-        assert ".pt, then the command line" in result.stdout
+        predict(0, "ask.tsv", run, "data.batch_size=16").check()
         tables.append((tmp_path / "ask.predictions.tsv").read_text())
     assert tables[0] == tables[1] == tables[2]
 
@@ -91,9 +89,9 @@ def test_unknown_nodes_raise_or_give_nan(members, tmp_path):
         predictor.predict(["Y01", "Y01=x"])
     of_graph = Predictor(tmp_path / members[0])
     for method in (predictor.predict, predictor.parts, of_graph.explain):
-        with pytest.raises(UserError, match="sets must be a list, not the single text 'Y01'"):
+        with pytest.raises(UserError, match="sets='Y01' must be a list of texts"):
             method("Y01")
-        with pytest.raises(UserError, match="sets: 5 is not a text"):
+        with pytest.raises(UserError, match="must be a list of texts"):
             method(["Y01", 5])
     with pytest.raises(UserError, match="unknown='drop'"):
         predictor.predict(["Y01"], unknown="drop")

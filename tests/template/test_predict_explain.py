@@ -476,17 +476,6 @@ def test_explanations_are_the_same_in_the_table_and_from_python(members, predict
     assert of_two_ranks == [line[:3] for line in [header, *lines]]
 
 
-def test_a_model_from_the_start_of_training_is_noted(members, predict, tmp_path):
-    """Its state changes do not contribute, because their readout is 0 at the start."""
-    note = "note      living nodes may not contribute"
-    command = ["all-singles", members[0], "--explain", "1"]
-    best = tmp_path / members[0] / "checkpoints/best.pt"
-    state = torch.load(best, weights_only=True)
-    for step in (0, 5):
-        torch.save({**state, "step": step}, best)
-        assert (note in predict(0, *command).check().stdout) == (step == 0)
-
-
 @pytest.mark.parametrize("runs", [["a"], ["c"], ["a", "b", "c"]])
 def test_knocked_out_nodes_have_the_prediction_without_them(members, predict, tmp_path, runs):
     """The levels of the other nodes do not change. This holds for any readout."""

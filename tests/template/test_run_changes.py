@@ -12,8 +12,8 @@ import torch.distributed as dist
 import run_changes
 from ddp_setup import library_versions
 from run_changes import code_digests, note_other_versions, other_code
-from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join, write_table
-from tests.tools.runs import newest_checkpoint, read_metrics
+from tests.template.fixtures import DEFAULTS, ROOT, SMALL, fork, join
+from tests.tools.runs import newest_checkpoint
 
 OTHER = "ANOTHER = 0\n"
 
@@ -173,15 +173,9 @@ def test_ranks_with_different_code_are_refused(trained, tables, tmp_path, script
         copy = copy_code(tmp_path / f"copy{rank}")
         if rank == 1:
             edit(copy / "model_pairs.py")  # loaded when the model is built
-        variables = {
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-        }
+        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": str(rank)}
+        variables |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         ranks.append(fork(tmp_path, f"rank{rank}", [str(copy / script), *arguments], variables))
     assert join(ranks) == [2, 2]
     errors = "".join((tmp_path / f"rank{rank}.stderr").read_text() for rank in range(2))
@@ -190,43 +184,29 @@ def test_ranks_with_different_code_are_refused(trained, tables, tmp_path, script
 
 
 # ---- Options -------------------------------------------------------------------------------------
-@pytest.fixture
-def copy_with_an_option(tmp_path):
-    """A copy of the code with an additional option, optim.momentum. Its default is 0.9."""
+@pytest.mark.slow
+def test_an_option_that_only_the_code_or_only_the_run_has_counts_as_its_default(
+    train, predict, tmp_path
+):
+    """A copy of the code has an additional option, optim.momentum. Its default is 0.9."""
     copy = copy_code(tmp_path / "copy")
     edit(copy / "optim.py", ("    zero: bool", "    momentum: float = 0.9\n    zero: bool"))
     edit(copy / "config.yaml", ("  zero: false", "  momentum: 0.9\n  zero: false"))
-    return copy
-
-
-@pytest.mark.slow
-def test_a_run_with_an_additional_option_at_its_default_works_without_it(
-    train, predict, copy_with_an_option, folder, tmp_path
-):
-    write_table(tmp_path / "ask.tsv", [("genes",), ("Y01",)])
-    train(0, script=copy_with_an_option / "train.py").check()
-    predict(0, "ask.tsv", "runs/default").check()
-    result = train(0, "optim.epochs=2").check()
+    script = copy / "train.py"
+    more = "optim.epochs=2"
+    train(0, "run.name=a", script=script).check()
+    predict(0, "all-singles", "runs/a").check()
+    result = train(0, "run.name=a", more).check()
     assert "trained with optim.epochs=1, a different version of optim.py\n" in result.stdout
-    assert [row["step"] for row in read_metrics(folder, "train")] == list(range(1, 11))
-    own = ["run.name=own", "optim.momentum=0.5"]
-    train(0, *own, script=copy_with_an_option / "train.py").check()
-    refused = predict(0, "ask.tsv", "runs/own")
+    train(0, "run.name=b", "optim.momentum=0.5", script=script).check()
+    refused = predict(0, "all-singles", "runs/b")
     assert refused.returncode == 2
     assert "with the option optim.momentum, which this code does not have" in refused.stderr
-
-
-@pytest.mark.slow
-def test_an_option_that_a_run_did_not_have_counts_as_its_default(
-    train, copy_with_an_option, tmp_path
-):
-    train(0, "optim.epochs=2", fault="stop_at_step:6").check()
+    train(0, more, fault="stop_at_step:6").check()
     shutil.copytree(tmp_path / "runs/default", tmp_path / "runs/again")
-    script = copy_with_an_option / "train.py"
-    result = train(0, "optim.epochs=2", script=script).check()
+    result = train(0, more, script=script).check()
     assert "this run was trained with a different version of optim.py\n" in result.stdout
-    others = ["optim.epochs=2", "run.name=again", "optim.momentum=0.5"]
-    result = train(0, *others, script=script).check()
+    result = train(0, more, "run.name=again", "optim.momentum=0.5", script=script).check()
     assert "with optim.momentum=0.9, a different version of optim.py\n" in result.stdout
 
 

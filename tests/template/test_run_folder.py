@@ -7,7 +7,6 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from optim import OptimConfig, schedule
 from run_checkpoint import TrainState
 from run_folder import RunFolder, environment
 from run_plots import curves_svg
-from tests.tools.runs import difference, newest_checkpoint, read_metrics, zero_a_block
+from tests.tools.runs import newest_checkpoint, read_metrics, zero_a_block
 
 FIRST = first_metric()
 
@@ -30,37 +29,27 @@ def read_status(folder: Path) -> dict:
 
 
 # ---- The files of a run --------------------------------------------------------------------------
-@pytest.fixture
-def finished(train, tmp_path):
-    """The output and the folder of a run with three epochs on two ranks."""
-    result = train(2, "run.name=08", "optim.epochs=3", "optim.accumulate=2").check()
-    return result.stdout, tmp_path / "runs" / "08"
-
-
-def test_a_run_writes_all_files_of_its_folder(finished):
-    output, folder = finished
+def test_a_run_writes_all_files_of_its_folder(train, tmp_path):
+    options = ["run.name=08", "optim.epochs=3", "optim.accumulate=2"]
+    output = train(2, *options).check().stdout
+    folder = tmp_path / "runs/08"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert names == {
-        "config.yaml", "environment.txt", "metrics.jsonl", "curves.svg", "test.tsv", "status.json",
-        "graph.pt",
-        "log.rank0.txt", "log.rank1.txt", "checkpoints/best.pt", "checkpoints/step_00000010.pt",
-        "checkpoints/step_00000015.pt", "checkpoints/.lock",
-    }  # fmt: skip
-    assert read_status(folder) == {
-        **{"state": "finished", "step": 15, "epoch": 3, "reason": ""},
-        "warnings": [],
+        *("config.yaml", "environment.txt", "metrics.jsonl", "curves.svg", "test.tsv"),
+        *("status.json", "graph.pt", "log.rank0.txt", "log.rank1.txt", "checkpoints/best.pt"),
+        *("checkpoints/step_00000010.pt", "checkpoints/step_00000015.pt", "checkpoints/.lock"),
     }
+    status = {"state": "finished", "step": 15, "epoch": 3, "reason": "", "warnings": []}
+    assert read_status(folder) == status
     assert read_options(folder / "config.yaml")["run.name"] == "08"
     environment = (folder / "environment.txt").read_text()
     assert re.search(r"^rank 1, host \S+, pid \d+, device cpu, ", environment, re.M)
     assert f"torch: {torch.__version__}\n" in environment
-    ElementTree.parse(folder / "curves.svg")
     (test_row,) = read_metrics(folder, "test")
     last = output[output.index("test  ") :].splitlines()
     assert f"{FIRST.title()} {test_row[FIRST]:.4f}" in last[0]
     assert f", baseline {test_row[f'baseline_{FIRST}']:.4f}" in last[0]
     assert last[1].startswith("test      ") and last[1].endswith(", run python analyse.py runs/08")
-    assert "run       runs/08, model of step " in output
     assert output.count("epoch 1/3") == 1  # only rank 0 prints
     plan = "batch     32 samples over 2 ranks and 2 micro-batches, 5 steps per epoch"
     assert plan in output
@@ -198,16 +187,16 @@ def test_a_wrong_option_leaves_the_status_of_a_finished_run(trained, train, tmp_
 
 
 def test_damaged_checkpoints_are_skipped_and_named(train, tmp_path):
-    train(0, "run.name=run", "checkpoint.every_steps=2", "checkpoint.keep_last=9").check()
-    folder = tmp_path / "runs/run/checkpoints"
-    zero_a_block(folder / "step_00000005.pt")
-    (folder / "step_00000004.pt").write_bytes((folder / "step_00000004.pt").read_bytes()[:1000])
-    result = train(0, "run.name=run").check()
+    train(0, "checkpoint.every_steps=2", "checkpoint.keep_last=9").check()
+    folder = tmp_path / "runs/default"
+    fifth, fourth = (folder / f"checkpoints/step_0000000{step}.pt" for step in (5, 4))
+    zero_a_block(fifth)
+    fourth.write_bytes(fourth.read_bytes()[:1000])
+    result = train(0).check()
     assert "resumed at step 2" in result.stdout
-    for text in (result.stdout, (tmp_path / "runs/run/log.rank0.txt").read_text()):
-        assert "step_00000005.pt" in text
-        assert "step_00000004.pt" in text
-    assert torch.load(folder / "step_00000005.pt", weights_only=True)["step"] == 5
+    for text in (result.stdout, (folder / "log.rank0.txt").read_text()):
+        assert fifth.name in text and fourth.name in text
+    assert torch.load(fifth, weights_only=True)["step"] == 5
 
 
 def test_a_folder_whose_checkpoints_cannot_be_read_is_not_changed(
@@ -267,37 +256,22 @@ def test_an_empty_folder_starts_from_a_checkpoint_file(train, tmp_path):
 
 def test_test_results_are_deleted_when_a_finished_run_is_extended(trained, train, tmp_path):
     trained("run.name=run")
-    files = [tmp_path / "runs/run" / name for name in ("test.tsv", "test.json", "test.svg")]
+    files = [tmp_path / "runs/run" / name for name in ("test.tsv", "test.json")]
     for file in files[1:]:
         file.touch()
     train(0, "run.name=run").check()  # this run has no steps left
     assert all(file.exists() for file in files)
     train(0, "run.name=run", "optim.epochs=2").check()
-    assert [file.exists() for file in files] == [True, False, False]
+    assert [file.exists() for file in files] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            "model.readout=local",
-            r"runs/run/checkpoints/step_00000005.pt does not match the current model: "
-            r".*terms.knockout.*: to start from its parameters, set run.init=",
-        ),
-        (
-            "data.batch_size=16",
-            "step_00000005.pt was trained with data.batch_size=32, not 16: ",
-        ),
-        ("run.seed=1", "step_00000005.pt was trained with run.seed=0, not 1: "),
-        ("model.hidden=16", "step_00000005.pt was trained with model.hidden=8, not 16: "),
-        (
-            "optim.lr_mult={embedding: 0.5}",
-            r"was trained with optim.lr_mult=\{\}, not \{'embedding': 0.5\}: ",
-        ),
-        (
-            "data.split_seed=1",
-            "step_00000005.pt was trained on different data or a different split: ",
-        ),
+        ("model.readout=local", "step_00000005.pt does not match the current model: .*run.init="),
+        ("data.batch_size=16", "step_00000005.pt was trained with data.batch_size=32, not 16: "),
+        ("optim.lr_mult={a: 0.5}", r"was trained with optim.lr_mult=\{\}, not \{'a': 0.5\}: "),
+        ("data.split_seed=1", "step_00000005.pt was trained on different data or a different "),
     ],
 )
 def test_a_checkpoint_of_a_different_run_is_not_resumed(trained, train, tmp_path, change, message):
@@ -332,21 +306,6 @@ def test_best_pt_of_a_different_run_is_replaced(trained, train, tmp_path):
     assert torch.load(file, weights_only=True)["step"] == own["step"]
 
 
-@pytest.mark.slow
-def test_the_best_model_is_tested_even_if_best_pt_is_damaged(train, tmp_path):
-    # The second epoch is the best.
-    options = ["optim.lr=0.1", "optim.epochs=3", "model.dropout=0", "model.pairs=false"]
-    train(0, *options, "run.name=whole").check()
-    (test,) = read_metrics(tmp_path / "runs/whole", "test")
-    assert test["best_step"] == 10
-    train(0, *options, "checkpoint.every_steps=14", "checkpoint.keep_last=9").check()
-    checkpoints = tmp_path / "runs/default/checkpoints"
-    (checkpoints / "step_00000015.pt").unlink()
-    (checkpoints / "best.pt").write_bytes(b"garbage")
-    assert "resumed at step 14" in train(0, *options).check().stdout
-    assert read_metrics(tmp_path / "runs/default", "test") == [test]
-
-
 # ---- Errors of writing ---------------------------------------------------------------------------
 def test_a_checkpoint_with_a_parameter_that_is_not_finite_is_not_saved(train, tmp_path):
     result = train(0, fault="save_an_infinite_weight")
@@ -360,21 +319,15 @@ def test_a_checkpoint_with_a_parameter_that_is_not_finite_is_not_saved(train, tm
 def test_a_run_that_cannot_write_test_predictions_fails_and_can_resume(train, tmp_path):
     folder = tmp_path / "runs/default"
     failed = train(2, fault="fill_disk_in_test")
-    assert failed.returncode == 1
-    assert failed.stderr.count("error: ") == 1
-    assert "Traceback" not in failed.stderr
-    assert "error: cannot write runs/default/test.tsv: File too large: " in failed.stderr
+    assert failed.returncode == 1 and failed.stderr.count("error: ") == 1
+    assert failed.stderr.startswith("error: cannot write runs/default/test.tsv: File too large: ")
     status = read_status(folder)
-    assert status["state"] == "failed"
-    assert "test.tsv: File too large" in status["reason"]
+    assert status["state"] == "failed" and "test.tsv: File too large" in status["reason"]
     assert not list(folder.glob("test.tsv*"))
     assert read_metrics(folder, "test") == []
     train(2).check()
-    whole = tmp_path / "runs/whole"
-    train(2, "run.name=whole").check()
-    assert difference(folder, whole) == ""
-    assert (folder / "test.tsv").read_text() == (whole / "test.tsv").read_text()
+    result = (folder / "test.tsv").read_text()
+    assert len(read_metrics(folder, "test")) == 1
     # If writing fails again after that, the earlier file is not changed.
     assert train(2, fault="fill_disk_in_test").returncode == 1
-    assert (folder / "test.tsv").read_text() == (whole / "test.tsv").read_text()
-    assert not list(folder.glob("test.tsv.*"))
+    assert [path.read_text() for path in folder.glob("test.tsv*")] == [result]

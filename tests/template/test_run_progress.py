@@ -13,18 +13,16 @@ from tqdm import tqdm
 from analyse_metrics import metrics_by_group, metrics_of_rivals
 from baseline import fit_baseline
 from config import Config
-from data import DataConfig
-from data_cells import read_header, read_rows
-from data_tables import read_tables
+from data import DataConfig, load
+from data_cells import read_rows
 from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
-from model import ModelConfig
 from run_folder import RunFolder
 from run_progress import ProgressBar, progress_bar
 from task import KnockoutTask
 from tests.template.fixtures import write_table
 from tests.template.results import make_rows
-from tests.template.tables import additive_tables, combined_tables
+from tests.template.tables import additive_tables, combined_tables, write_tables
 
 
 class Clock:
@@ -42,10 +40,10 @@ class Clock:
 class Stderr(io.StringIO):
     """A terminal or a file that records the times at which something was written."""
 
-    def __init__(self, clock: Clock, is_terminal: bool):
+    def __init__(self, clock: Clock):
         super().__init__()
         self.clock = clock
-        self.is_terminal = is_terminal
+        self.is_terminal = True
         self.written_at = []
 
     def isatty(self) -> bool:
@@ -67,14 +65,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def terminal(monkeypatch, clock) -> Stderr:
-    stderr = Stderr(clock, is_terminal=True)
-    monkeypatch.setattr("run_progress.sys", SimpleNamespace(stderr=stderr))
-    return stderr
-
-
-@pytest.fixture
-def file(monkeypatch, clock) -> Stderr:
-    stderr = Stderr(clock, is_terminal=False)
+    stderr = Stderr(clock)
     monkeypatch.setattr("run_progress.sys", SimpleNamespace(stderr=stderr))
     return stderr
 
@@ -86,8 +77,13 @@ def work(clock: Clock, num_steps: int, seconds: float, **options) -> None:
 
 
 # ---- When a bar appears --------------------------------------------------------------------------
-def test_short_work_has_no_bar_on_a_terminal(clock, terminal):
-    work(clock, 49, 0.1)
+@pytest.mark.parametrize(
+    ("num_steps", "seconds", "is_shown"), [(49, 0.1, True), (1, 100, True), (80, 0.1, False)]
+)
+def test_short_work_a_single_step_and_other_ranks_have_no_bar(
+    clock, terminal, num_steps, seconds, is_shown
+):
+    work(clock, num_steps, seconds, is_shown=is_shown)
     assert terminal.getvalue() == ""
 
 
@@ -104,21 +100,10 @@ def test_the_bar_of_an_epoch_appears_at_once(clock, terminal):
         assert "epoch 1/10:   0%" in terminal.getvalue()
 
 
-def test_a_single_step_has_no_bar(clock, terminal):
-    work(clock, 1, 100)
-    assert terminal.getvalue() == ""
-
-
-def test_a_bar_of_another_rank_is_not_shown(clock, terminal):
-    work(clock, 80, 0.1, delay=0, is_shown=False)
-    assert terminal.getvalue() == ""
-    work(clock, 80, 0.1, delay=0)
-    assert "working" in terminal.getvalue()
-
-
-def test_a_file_gets_no_bar(clock, file):
+def test_a_file_gets_no_bar(clock, terminal):
+    terminal.is_terminal = False
     work(clock, 100, 10, delay=0)
-    assert file.getvalue() == ""
+    assert terminal.getvalue() == ""
 
 
 def test_a_closed_terminal_does_not_end_a_run(clock, terminal):
@@ -161,34 +146,25 @@ def test_a_resumed_run_counts_the_steps_of_this_process(train):
 @pytest.mark.parametrize("name", ["t.tsv", "t.tsv.gz"])
 def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, terminal, name):
     monkeypatch.setattr("data_cells.CHUNK", 10_000)
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.rand(50_000, generator=generator).tolist()
-    content = "genes\tscore\n" + "".join(f"a\t{number}\n" for number in numbers)
+    numbers = torch.rand(50_000, generator=torch.Generator().manual_seed(0)).tolist()
+    content = ("genes\tscore\n" + "".join(f"a\t{number}\n" for number in numbers)).encode()
     path = tmp_path / name
-    path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
-    header = read_header(str(path), [], ("genes",))
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     for has_bar in (False, True):
         assert terminal.getvalue() == ""
-        for _ in read_rows(str(path), header, has_bar=has_bar):
+        for _ in read_rows(str(path), ["genes", "score"], has_bar=has_bar):
             clock.now += 10
     percents = [int(text) for text in re.findall(rf"reading {name}: +(\d+)%", terminal.getvalue())]
-    assert len(percents) >= 4
-    assert percents == sorted(percents)
-    assert 0 < percents[0] < 40
-    assert percents[-1] >= 90
+    assert len(percents) >= 4 and percents == sorted(percents)
+    assert 0 < percents[0] < 40 and percents[-1] >= 90
 
 
 def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, terminal):
     monkeypatch.setattr("data_cells.CHUNK", 1)
     monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 1)
     clock.tick = 10.0  # makes all loops slow
-    edges = [("source", "target", "relation"), ("a", "b", "r"), ("b", "c", "r")]
-    scores = [("genes", "score"), ("a", 1), ("b", 2), ("a,c", 3)]
-    features = [("gene", "size"), ("a", 1), ("b", 2), ("c", 3)]
-    files = []
-    for name, rows in (("edges", edges), ("scores", scores), ("features", features)):
-        files.append(str(write_table(tmp_path / f"{name}.tsv", rows)))
-    read_tables(*files, scores=[], undirected=False)
+    features = str(write_table(tmp_path / "features.tsv", [("gene", "size"), ("a", 1), ("b", 2)]))
+    load(write_tables(tmp_path, features=features))
     for name in ("edges", "scores", "features"):
         assert f"reading {name}.tsv: " in terminal.getvalue()
 
@@ -202,10 +178,10 @@ def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, 
     assert re.search(r"fitting combinations of responses: .*13/14 ", shown)
     assert not re.search(r"1[5-9]/14", shown)
 
-    config = Config(data=DataConfig(batch_size=8), model=ModelConfig(message_passing="reach"))
-    task = KnockoutTask.from_tables(additive_tables(noise=1.0), config)
-    ddp = Distributed(DDPConfig())
-    predict_rows(task.build_model(), task, torch.arange(100), ddp)
+    task = KnockoutTask.from_tables(
+        additive_tables(noise=1.0), Config(data=DataConfig(batch_size=8))
+    )
+    predict_rows(task.build_model(), task, torch.arange(100), Distributed(DDPConfig()))
     assert re.search(r"predicting: .*12/13 ", terminal.getvalue())
 
 

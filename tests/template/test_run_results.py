@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
-from analyse_results import read_results
 from baseline import fit_baseline
 from data import load
 from data_tables import Tables
@@ -15,7 +14,7 @@ from run_checkpoint import write_atomically
 from run_results import result_lines
 from tests.sets import pack_sets
 from tests.template.fixtures import DEFAULTS, write_table
-from tests.template.results import normal
+from tests.template.results import normal, read_results
 from tests.template.tables import gappy_tables
 from tests.tools.runs import read_metrics
 from train import read_config

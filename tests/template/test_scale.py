@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from analyse_results import read_results
 from tests.template.fixtures import Finished
+from tests.template.results import read_results
 
 pytestmark = pytest.mark.slow  # run with --all, or by name
 

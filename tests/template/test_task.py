@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from analyse_metrics import metrics_by_group
-from analyse_results import read_results
 from config import Config
 from errors import UserError
 from metrics import mean_and_std, quality
@@ -15,6 +14,7 @@ from model import KnockoutConv, ModelConfig
 from optim import OptimConfig
 from task import KnockoutTask
 from tests.template.fixtures import write_table
+from tests.template.results import read_results
 from tests.template.tables import (
     additive_tables,
     gappy_tables,

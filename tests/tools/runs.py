@@ -103,11 +103,10 @@ def launch(
     torchrun: tuple[str, ...] = ("--standalone",),
     variables: dict[str, str] | None = None,
     cpu: bool = True,
-    prefix: tuple[str, ...] = (),
 ) -> tuple[int, str]:
     """Runs `tests.check` with `arguments`; returns the exit status and the output.
 
-    The command uses torchrun, or plain python if `world_size` is 1 and there is no `prefix`.
+    The command uses torchrun, or plain python if `world_size` is 1.
 
     Args:
         world_size: number of processes.
@@ -116,13 +115,12 @@ def launch(
         torchrun: options of torchrun.
         variables: environment variables to add.
         cpu: whether to hide the GPUs.
-        prefix: words before the command, such as a command that enters a network namespace.
 
     Raises:
         RuntimeError: the processes did not finish within `timeout` seconds.
     """
-    command = [*prefix, sys.executable]
-    if world_size > 1 or prefix:
+    command = [sys.executable]
+    if world_size > 1:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={world_size}", *torchrun]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {

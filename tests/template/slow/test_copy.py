@@ -32,7 +32,6 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 # ---- Checks --------------------------------------------------------------------------------------
 OUTPUT = {  # the code of the model's output, in model.py of each kind of copy
-    "whole": "output.to(self.encoder.norm.weight.dtype)",
     "core": "output.to(self.encoder.norm.weight.dtype)",
     "classes": "self.layers(batch.x)",
 }
@@ -42,7 +41,7 @@ HIDDEN = "model.hidden=8"
 
 @pytest.fixture(scope="module")
 def copy_of_kind(tmp_path_factory) -> Callable[[str], Path]:
-    """copy_of_kind(kind) returns a copy that all tests share: `whole`, `core` or `classes`."""
+    """copy_of_kind(kind) returns a copy that all tests share: `core` or `classes`."""
 
     @functools.cache
     def make(kind: str) -> Path:
@@ -52,8 +51,7 @@ def copy_of_kind(tmp_path_factory) -> Callable[[str], Path]:
             config = folder / "config.yaml"
             config.write_text(config.read_text().replace("rows: 2003", "rows: 300"))
             return folder
-        parts = "all" if kind == "core" else ""
-        assert make_copy.main([str(folder), f"--without={parts}"]) == 0
+        assert make_copy.main([str(folder), "--without=all"]) == 0
         scores = folder / "example/scores.tsv"
         scores.write_text("\n".join(scores.read_text().splitlines()[:400]))
         return folder
@@ -109,8 +107,6 @@ def test_a_check_in_a_copy_passes_and_finds_an_edit(copy_of_kind, kind, name):
     new = f"        {statement}\n        return {OUTPUT[kind]} * (1 + {addition})\n"
     with edited(copy / "model.py", {old: new}):
         assert finds(copy)
-    if kind == "whole":  # other tests show that all checks pass in the template
-        return
     for folder in ("runs", "reference", "killed"):
         shutil.rmtree(copy.parent / folder, ignore_errors=True)
     assert not finds(copy)

@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,37 +23,48 @@ from tests.tools.diagnose import PHASES, covered, rows, trace
 LINE = r"  row (\d+) \((\w+)\): genes (.*), score (.*), prediction (.*), loss (.*)"
 
 
-def test_the_row_with_a_score_too_large_is_named(run, tables, tmp_path):
+@pytest.fixture
+def of_rows(tables, tmp_path, monkeypatch, capsys) -> Callable[[], tuple]:
+    """of_rows() calls `rows` in the test's folder; returns its result, and the printed lines."""
+    monkeypatch.chdir(tmp_path)
+
+    def call() -> tuple:
+        passed = rows(SimpleNamespace(arguments=[*tables, "data.batch_size=32", "model.hidden=8"]))
+        return passed, capsys.readouterr().out.splitlines()
+
+    return call
+
+
+def test_the_row_with_a_score_too_large_is_named(tables, tmp_path, monkeypatch, capsys):
     scores = [line.split("\t") for line in (tmp_path / "scores.tsv").read_text().splitlines()]
     table = [(*row, ("train", "val", "test")[min(i % 9, 2)]) for i, row in enumerate(scores[1:])]
     table[18] = ("Y01,Y02", "5", "train")
     table[19] = ("Y03", "1e25", "val")
     write_table(tmp_path / "scores.tsv", [("genes", "score", "split"), *table])
-    result = run([sys.executable, "-m", "tests.check", "rows", *tables, "model.hidden=8"])
-    assert result.returncode == 1, result.stderr
-    first, count, line, verdict = result.stdout.splitlines()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["check", "rows", *tables, "model.hidden=8"])
+    with pytest.raises(SystemExit, match="True"):  # the status is 1
+        check.main()
+    first, count, line, verdict = capsys.readouterr().out.splitlines()
     assert first.startswith("runs/default: model of step 0 ") and verdict == "FAIL"
     assert " 1 of 200" in count
     assert re.fullmatch(LINE, line).group(1, 2, 3, 4, 6) == ("19", "val", "Y03", "1e+25", "inf")
 
 
-def test_the_rows_whose_prediction_is_nan_are_named(tables, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_rows_whose_prediction_is_nan_are_named(of_rows, tmp_path, monkeypatch):
     lines = (tmp_path / "scores.tsv").read_text().splitlines()
     sets = [line.split("\t")[0].split(",") for line in lines[1:]]
-    options = SimpleNamespace(arguments=[*tables, "data.batch_size=32", "model.hidden=8"])
 
-    def printed() -> list[tuple]:
+    def found() -> tuple[bool, list[tuple]]:
         """Returns row, split, names, score, prediction and error of each line."""
-        _, _, *lines = capsys.readouterr().out.splitlines()
-        found = [re.fullmatch(LINE, line).groups() for line in lines]
-        for row, _, names, *_ in found:
+        passed, (_, _, *lines) = of_rows()
+        matched = [re.fullmatch(LINE, line).groups() for line in lines]
+        for row, _, names, *_ in matched:
             assert names == ",".join(sorted(sets[int(row)]))
-        return found
+        return passed, matched
 
-    assert rows(options)
-    largest = printed()
-    assert [split for _, split, *_ in largest] == ["train"] * 5
+    passed, largest = found()
+    assert passed and [split for _, split, *_ in largest] == ["train"] * 5
     errors = [float(error) for *_, error in largest]
     assert errors == sorted(errors, reverse=True) and errors[0] > 1
 
@@ -63,18 +76,15 @@ def test_the_rows_whose_prediction_is_nan_are_named(tables, tmp_path, monkeypatc
         return forward(model, graph, batch) + 0 / (1 - has_y03).unsqueeze(1)
 
     monkeypatch.setattr(KnockoutGNN, "forward", without_y03)
-    assert not rows(options)
-    bad = printed()
-    assert {prediction for *_, prediction, _ in bad} == {"nan"}
+    passed, bad = found()
+    assert not passed and {prediction for *_, prediction, _ in bad} == {"nan"}
     with_y03 = {row for row, names in enumerate(sets) if "Y03" in names}
     assert {int(row) for row, *_ in bad} == with_y03
 
 
-def test_rows_uses_the_newest_checkpoint(train, predict, tables, tmp_path, monkeypatch, capsys):
-    train(0).check()
-    monkeypatch.chdir(tmp_path)
-    assert rows(SimpleNamespace(arguments=[*tables, "data.batch_size=32", "model.hidden=8"]))
-    first, _, line, *_ = capsys.readouterr().out.splitlines()
+def test_rows_uses_the_newest_checkpoint(trained, predict, of_rows, tmp_path):
+    trained()
+    first, _, line, *_ = of_rows()[1]
     assert first == "runs/default: model of step 5"
     row, prediction = re.fullmatch(LINE, line).group(1, 5)
     genes = (tmp_path / "scores.tsv").read_text().splitlines()[1 + int(row)].split("\t")[0]
@@ -84,7 +94,7 @@ def test_rows_uses_the_newest_checkpoint(train, predict, tables, tmp_path, monke
     assert float(prediction) == pytest.approx(float(predicted), rel=1e-5)
 
 
-def test_nonfinite_weights_are_distinguished_from_bad_rows(tables, tmp_path, monkeypatch, capsys):
+def test_nonfinite_weights_are_distinguished_from_bad_rows(of_rows, monkeypatch):
     build_model = KnockoutTask.build_model
 
     def build_broken(task: KnockoutTask) -> nn.Module:
@@ -93,11 +103,8 @@ def test_nonfinite_weights_are_distinguished_from_bad_rows(tables, tmp_path, mon
         return model
 
     monkeypatch.setattr(KnockoutTask, "build_model", build_broken)
-    monkeypatch.chdir(tmp_path)
-    assert not rows(SimpleNamespace(arguments=tables))
-    output = capsys.readouterr().out
-    assert "parameters that are not finite" in output and ": encoder.embedding" in output
-    assert "row 0" not in output
+    passed, (_, line) = of_rows()
+    assert not passed and "parameters that are not finite" in line and ": encoder.embedding" in line
 
 
 def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
@@ -115,45 +122,40 @@ def test_a_trace_of_each_rank_shows_the_slowest(train, tmp_path, capsys):
     assert float(slowest) > float(median) + 10  # the others wait 300 ms for it
 
 
-def test_a_run_that_traces_nothing_has_no_profiler(train, tmp_path):
-    train(1, fault="fail_in_profiler").check()
+def test_a_run_that_traces_nothing_has_no_profiler(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", None)
+    train(0).check()
     with pytest.raises(UserError, match=r"runs/default .* trace.rank\*.json: .*log.profile_steps"):
         trace(SimpleNamespace(arguments=[str(tmp_path / "runs/default")]))
 
 
-def write_trace(path, *events: tuple) -> None:
-    """Writes a trace of events (category, name, start, end), in milliseconds."""
+def write_trace(path: Path, events: dict[str, list[tuple]]) -> None:
+    """Writes a trace of events {category: (name, start, end) of each}, in milliseconds."""
     rows = [{"ph": "M", "name": "process_name"}]
-    for category, name, start, end in events:
-        times = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}
-        rows.append({"ph": "X", "cat": category, "name": name, **times})
+    for category, of_category in events.items():
+        for name, start, end in of_category:
+            times = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}
+            rows.append({"ph": "X", "cat": category, "name": name, **times})
     path.write_text(json.dumps({"traceEvents": rows}))
 
 
 def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
-    host = [
-        ("user_annotation", "ProfilerStep#3", 0, 100),
-        ("user_annotation", "ProfilerStep#4", 100, 200),
-        ("user_annotation", "forward", 0, 50),
-        ("user_annotation", "agreement", 150, 160),
-    ]
-    cpu = [
-        ("cpu_op", "aten::mm", 10, 20),
-        ("cpu_op", "c10d::allreduce_", 20, 80),
-        ("user_annotation", "gloo:all_reduce", 15, 40),
-        ("user_annotation", "gloo:all_reduce", 150, 160),
-    ]
+    host = [("ProfilerStep#3", 0, 100), ("ProfilerStep#4", 100, 200)]
+    host += [("forward", 0, 50), ("agreement", 150, 160)]
+    sums = [("gloo:all_reduce", 15, 40), ("gloo:all_reduce", 150, 160)]
+    operators = [("aten::mm", 10, 20), ("c10d::allreduce_", 20, 80)]
+    on_cpu = {"user_annotation": host + sums, "cpu_op": operators}
+    write_trace(tmp_path / "trace.rank0.json", on_cpu)
     # On GPUs, only kernels and copies count as overlap with communication, and the phases are the
     # ranges of the host, not of the GPU.
-    gpu = [
-        ("kernel", "sgemm", 10, 20),
-        ("gpu_memcpy", "Memcpy HtoD", 30, 34),
-        ("cpu_op", "aten::mm", 20, 60),
-        ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 15, 40),
-        ("gpu_user_annotation", "forward", 0, 99),
-    ]
-    write_trace(tmp_path / "trace.rank0.json", *host, *cpu)
-    write_trace(tmp_path / "trace.rank1.json", *host, *gpu)
+    on_gpu = {
+        "user_annotation": host,
+        "kernel": [("sgemm", 10, 20), ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 15, 40)],
+        "gpu_memcpy": [("Memcpy HtoD", 30, 34)],
+        "cpu_op": [("aten::mm", 20, 60)],
+        "gpu_user_annotation": [("forward", 0, 99)],
+    }
+    write_trace(tmp_path / "trace.rank1.json", on_gpu)
     monkeypatch.setattr(sys, "argv", ["check", "trace", str(tmp_path)])
     with pytest.raises(SystemExit) as raised:
         check.main()
@@ -171,7 +173,7 @@ def test_a_damaged_trace_is_named(tmp_path):
     (tmp_path / "trace.rank0.json").write_text('{"traceEvents": [{"ph"')
     with pytest.raises(UserError, match=r"cannot read the trace .*trace.rank0.json"):
         trace(SimpleNamespace(arguments=[str(tmp_path)]))
-    write_trace(tmp_path / "trace.rank0.json", ("user_annotation", "forward", 0, 50))
+    write_trace(tmp_path / "trace.rank0.json", {"user_annotation": [("forward", 0, 50)]})
     with pytest.raises(UserError, match=r"trace.rank0.json .* complete step"):
         trace(SimpleNamespace(arguments=[str(tmp_path)]))
 

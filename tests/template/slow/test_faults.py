@@ -4,11 +4,9 @@
 """
 
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from tests.template.slow.processes import SETTINGS, started, status_of, wait_for
 from tests.tools.faults import FAULTS, Fault, lost, run_fault
 from tests.tools.runs import difference, launch, newest_checkpoint, read_metrics
 
-WITH_TORCHRUN = ["a rank killed under --max-restarts=3", "SIGTERM to torchrun"]
+WITH_TORCHRUN = ["a rank killed under --max-restarts=3", "SIGTERM to torchrun", "torchrun killed"]
 WITHOUT = [
     "a rank killed in the optimiser",
     "rank 0 killed with half a checkpoint written",
@@ -33,7 +31,6 @@ WITHOUT = [
     "a checkpoint that holds code",
     "a full disk at a checkpoint",
     "a NaN in one rank's loss",
-    "a NaN with optim.on_nonfinite=skip",
     "non-finite weights",
     "an exception in rank 0's data loading",
     "a rank hanging in data loading",
@@ -58,7 +55,7 @@ def start_ranks(tmp_path, tables) -> Callable[..., list]:
     return start
 
 
-# ---- Kills at random moments ---------------------------------------------------------------------
+# ---- A kill --------------------------------------------------------------------------------------
 def test_a_kill_while_steps_are_captured_loses_nothing(start_ranks, tmp_path):
     """Steps are captured at each start, also when a run resumes."""
     assert join(start_ranks(2, "run.name=whole", fault="simulate_gpu")) == [0, 0]
@@ -68,30 +65,6 @@ def test_a_kill_while_steps_are_captured_loses_nothing(start_ranks, tmp_path):
     log = (tmp_path / "runs/default/log.rank0.txt").read_text()
     assert log.count("; CUDA graphs") == 2
     assert difference(tmp_path / "runs/default", tmp_path / "runs/whole") == ""
-
-
-def test_a_kill_of_torchrun_at_a_random_moment_loses_nothing(start_ranks, tables, tmp_path):
-    """The ranks of a killed torchrun save and exit by themselves, and the next start waits."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [ROOT / "train.py", *tables, *SETTINGS]
-    assert join(start_ranks(2, "run.name=whole")) == [0, 0]
-    run = tmp_path / "runs/default"
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        wait_for_growth(run / "metrics.jsonl")
-        time.sleep(random.uniform(0, 0.3))
-        process.kill()
-        assert process.wait(60) == -signal.SIGKILL, (tmp_path / "output").read_text()
-    assert join(start_ranks(2)) == [0, 0]
-    assert "torchrun exited" in [row.get("reason") for row in read_metrics(run, "event")]
-    assert difference(run, tmp_path / "runs/whole") == ""
 
 
 # ---- The faults of tests.check -------------------------------------------------------------------
@@ -136,30 +109,27 @@ def test_a_resumed_run_adds_the_gradients_of_three_ranks_in_the_same_order(tmp_p
 
 
 def test_a_changed_result_is_detected(undisturbed, tmp_path):
-    """Changes one number at a time in the files that `faults` compares."""
+    """`lost` compares the files in the reverse order of these changes."""
     other = tmp_path / "other"
-    newest = newest_checkpoint(undisturbed)
-    copied = other / "checkpoints" / newest.name
     best = other / "checkpoints/best.pt"
-    shutil.copytree(undisturbed, other)
-    assert lost(other, undisturbed, 0.0) == ""
-    for path, expected in (
-        (copied, "the final encoder.embedding "),
-        (best, "embedding in best.pt "),
-    ):
-        original = path.read_bytes()
+    metrics = other / "metrics.jsonl"
+
+    def spoil(path: Path) -> dict:
         state = torch.load(path, weights_only=True)
         state["model"]["encoder.embedding"][0, 0] += 1e-6
         torch.save(state, path)
-        assert expected in lost(other, undisturbed, 0.0)
-        path.write_bytes(original)
-    state = torch.load(best, weights_only=True)
+        return state
+
+    shutil.copytree(undisturbed, other)
+    assert lost(other, undisturbed, 0.0) == ""
+    state = spoil(best)
+    assert "embedding in best.pt " in lost(other, undisturbed, 0.0)
     torch.save(state | {"step": state["step"] + 1}, best)
     assert "best.pt is of step" in lost(other, undisturbed, 0.0)
-    shutil.copy(undisturbed / "checkpoints/best.pt", best)
-    lines = (undisturbed / "metrics.jsonl").read_text()
-    (other / "metrics.jsonl").write_text(lines.replace('"loss": 1.', '"loss": 2.', 1))
+    metrics.write_text(metrics.read_text().replace('"loss": 1.', '"loss": 2.', 1))
     assert "loss differs" in lost(other, undisturbed, 0.0)
+    spoil(newest_checkpoint(other))
+    assert "the final encoder.embedding " in lost(other, undisturbed, 0.0)
 
 
 # ---- Hangs ---------------------------------------------------------------------------------------
@@ -181,24 +151,6 @@ def test_a_frozen_rank_is_named_and_the_job_ends(start_ranks, tmp_path):
     assert "stack of rank 0 (no progress" in output and "train.py" in output
     status = status_of(run)
     assert status["state"] == "failed" and "rank 1: frozen" in status["reason"]
-
-
-def test_a_rank_that_hangs_outside_python_obeys_sigterm(start_ranks, tmp_path):
-    """A rank waits in this way in NCCL for a rank that was killed.
-
-    If torchrun had to kill it, status.json would still report that the run continues.
-    """
-    ranks = start_ranks(2, fault="hang_in_optimiser:0 give_up_after:1")
-    wait_for_growth(tmp_path / "runs/default/checkpoints/best.pt", ranks)
-    time.sleep(2)
-    ranks[0].terminate()
-    ranks[0].join(20)
-    assert ranks[0].exitcode == 1
-    ranks[1].kill()
-    join(ranks)
-    status = status_of(tmp_path / "runs/default")
-    assert status["state"] == "failed"
-    assert status["reason"] == "rank 0: SIGTERM while waiting in optimiser of step 0"
 
 
 def test_a_rank_that_waits_for_a_killed_one_reports_this_before_torchrun_kills_it(train, tmp_path):
@@ -258,10 +210,3 @@ def test_a_failure_ends_ranks_that_are_busy_with_something_else(start_ranks, tmp
     status = status_of(tmp_path / "runs/default")
     assert status["state"] == "failed"
     assert status["reason"] == "rank 1: ZeroDivisionError: division by zero"
-
-
-def test_a_failing_rank_ends_the_job_with_its_traceback(train):
-    """Rank 1 fails because of a bug, not because of wrong input."""
-    result = train(2, fault="fail_in_optimiser:1", launcher=True)
-    assert result.returncode == 1
-    assert "ZeroDivisionError: division by zero" in result.stderr

@@ -18,7 +18,7 @@ BY_NAME = {part.name: part for part in PARTS}
 EACH = [*BY_NAME, "all"]
 # Without model_reach.py, sums of the first layer are added, and rounded, in a different order.
 ROUNDING = {"reach": 1e-6, "all": 1e-6}
-MOST_LINES = 3770  # largest number of lines of code in the core; the goal is 3,450
+MOST_LINES = 3670  # largest number of lines of code in the core; the goal is 3,450
 
 
 def parts_without(name: str) -> list:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -120,32 +119,6 @@ def test_machines_can_join_and_leave_an_elastic_run(machines, tables, tmp_path):
     (folder / "STOP").touch()
     first.result().check()
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
-
-
-def test_two_torchruns_of_one_machine_train_as_one(run, tables, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    arguments = [str(ROOT / "launch.sh"), *tables, *SMALL, "data.batch_size=32", "optim.epochs=2"]
-    variables = {**VARIABLES, "NNODES": "2", "RDZV": f"127.0.0.1:{port}", "RDZV_TIMEOUT": "60"}
-    with ThreadPoolExecutor() as pool:
-        both = [pool.submit(run, arguments, 120, **variables) for _ in range(2)]
-    output = "".join(future.result().check().stdout for future in both)
-    assert output.count("samples over 2 ranks") == 1
-    whole = run_on_one_machine(tmp_path, tables, 2, "data.batch_size=32", "optim.epochs=2")
-    assert difference(tmp_path / "runs/default", whole) == ""
-
-
-def test_waiting_for_a_missing_machine_has_a_time_limit(machines, tables):
-    alpha, beta = machines
-    waiting = alpha.launch(*tables, RDZV_TIMEOUT="5", timeout=60)
-    lost = beta.launch(*tables, RDZV="alpha:29501", RDZV_TIMEOUT="2", timeout=60)
-    finished = lost.result()
-    assert finished.returncode == 1 and finished.stdout == ""
-    assert finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
-    assert "RDZV=alpha:29501 for 2 s (RDZV_TIMEOUT)" in finished.stderr
-    assert waiting.result().returncode == 1
-    last_line = waiting.result().stderr.splitlines()[-1]
-    assert last_line.endswith(".RendezvousTimeoutError")  # torchrun's own error
 
 
 def test_a_machine_that_is_stopped_stops_the_other(machines, tables):
