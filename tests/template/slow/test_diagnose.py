@@ -18,7 +18,7 @@ from model import KnockoutGNN
 from task import KnockoutTask
 from tests import check
 from tests.template.fixtures import write_table
-from tests.tools.diagnose import PHASES, covered, rows, trace
+from tests.tools.diagnose import PHASES, rows, trace
 
 LINE = r"  row (\d+) \((\w+)\): genes (.*), score (.*), prediction (.*), loss (.*)"
 
@@ -143,7 +143,8 @@ def test_trace_measures_exposed_communication(tmp_path, monkeypatch, capsys):
     host = [("ProfilerStep#3", 0, 100), ("ProfilerStep#4", 100, 200)]
     host += [("forward", 0, 50), ("agreement", 150, 160)]
     sums = [("gloo:all_reduce", 15, 40), ("gloo:all_reduce", 150, 160)]
-    operators = [("aten::mm", 10, 20), ("c10d::allreduce_", 20, 80)]
+    # Spans are nested and overlap, and each moment counts once.
+    operators = [("aten::mm", 10, 20), ("aten::add", 11, 12), ("c10d::allreduce_", 20, 80)]
     on_cpu = {"user_annotation": host + sums, "cpu_op": operators}
     write_trace(tmp_path / "trace.rank0.json", on_cpu)
     # On GPUs, only kernels and copies count as overlap with communication, and the phases are the
@@ -176,8 +177,3 @@ def test_a_damaged_trace_is_named(tmp_path):
     write_trace(tmp_path / "trace.rank0.json", {"user_annotation": [("forward", 0, 50)]})
     with pytest.raises(UserError, match=r"trace.rank0.json .* complete step"):
         trace(SimpleNamespace(arguments=[str(tmp_path)]))
-
-
-def test_overlapping_spans_are_counted_once():
-    assert covered([(0, 2), (1, 3), (1, 2), (10, 11)]) == 4
-    assert covered([]) == 0
