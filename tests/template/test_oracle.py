@@ -327,8 +327,10 @@ def predict(task: KnockoutTask, model: torch.nn.Module) -> Tensor:
 
 
 def compare_losses(task: KnockoutTask, oracle: Oracle, outputs: Tensor) -> None:
-    """Compares the losses in validation and in training with the oracle's loss, for each split."""
+    """Compares predictions, and the losses of each split in validation and in training."""
     scores = oracle.mean + oracle.std * outputs.numpy()
+    predictions = task.predictions(outputs.unsqueeze(2))["prediction"]
+    assert_close(predictions, as_scores(scores, oracle))
     for number, split in enumerate(SPLITS):
         expected = oracle.loss(scores, number)
         rows = task.rows(split)
