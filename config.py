@@ -40,7 +40,6 @@ from run_folder import CheckpointConfig, LogConfig, RunConfig, warnings_so_far
 
 log = logging.getLogger("config")
 DEFAULTS = Path(__file__).with_name("config.yaml")
-NO_PATH = ("null", "~", "None")  # values of a path with which users mean that there is no file
 MOST = 2**63 - 1  # largest absolute value of a number
 ONE_WORD = (
     "write each option as a single argument, such as optim.lr=0.1; put it in quotes if it contains "
@@ -62,15 +61,6 @@ class Config:
     ddp: DDPConfig = field(default=DDPConfig(), metadata={"resume": "free"})
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"resume": "free"})
     log: LogConfig = field(default=LogConfig(), metadata={"resume": "free"})
-
-    def __post_init__(self):
-        if self.run.init and self.run.resume != "auto":
-            raise ValueError("run.init and run.resume cannot be combined: set only one of them")
-        if self.run.init and not self.ddp.options.get("init_sync", True):
-            raise ValueError(
-                "run.init and ddp.options={init_sync: false} cannot be combined: set only one of "
-                "them"
-            )
 
     def options(self) -> dict[str, Any]:
         """Returns {"section.key": value} for all options."""
@@ -267,8 +257,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     check_names([key])
     option = all_options()[key]
     if option.type is str:
-        is_none = option.metadata.get("path") and value in NO_PATH
-        return key, None if is_none else value
+        return key, value
     with explain_yaml_errors(text):
         return key, yaml.load(value, OptionsLoader)
 

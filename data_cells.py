@@ -13,7 +13,7 @@ import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -276,44 +276,18 @@ def open_table(path: str) -> Iterator[TextIO]:
         raise unreadable(path, error) from None
 
 
-def read_header(
-    path: str,
-    notes: list[str],
-    first: Sequence[str],
-    roles: Sequence[str] = (),
-    kept: Container[str] = (),
-) -> list[str]:
+def read_header(path: str, first: Sequence[str]) -> list[str]:
     """Returns the column names of a table, without blanks around them.
 
-    If a name differs from a name in `first` or `roles` only in case, it is replaced by this name.
-    An alias of the first column is replaced, too.
-
-    Args:
-        path: The table.
-        notes: List to which a warning is added for each name that is replaced because of its case.
-        first: Names of the first columns.
-        roles: Names of further columns with a fixed meaning, such as weight.
-        kept: Names that are not replaced.
-
-    Raises:
-        DataError: The table does not begin with the columns `first`, a column does not have a name,
-            or two columns have the same name.
+    The names of the first columns can be in upper or lower case, and can be aliases. They are
+    replaced by `first`. Raises `DataError` if the table begins with different columns, if a column
+    does not have a name, or if two columns have the same name.
     """
     with open_table(path) as file:
         _, cells = next(numbered_rows(path, file), (1, []))
     header = [cell.strip() for cell in cells]
-    for i, name in enumerate(header):
-        role = name.lower()
-        if i == 0:
-            role = ALIASES.get(role, role)
-        if role in (*first, *roles) and name not in kept:
-            header[i] = role
-            if role not in (name, ALIASES.get(name)):
-                notes.append(
-                    f"{path}: the column {name} is read as {role}, because the case of letters is "
-                    "ignored: rename it if it has a different meaning"
-                )
-    if header[: len(first)] != list(first):
+    lower = [name.lower() for name in header[: len(first)]]
+    if [ALIASES.get(name, name) for name in lower] != list(first):
         text = "\t".join(header)
         expected = ", ".join(map(repr, first))
         advice = "rename or reorder the columns"
@@ -322,6 +296,7 @@ def read_header(
         raise DataError(
             f"{path}:1: the header is {text!r:.60}, but it must start with {expected}: {advice}"
         )
+    header[: len(first)] = first
     for number, name in enumerate(header, 1):
         if not name:
             raise DataError(f"{path}:1: column {number} has no name: remove or rename it")

@@ -27,6 +27,8 @@ from parts import optional
 from run_checkpoint import FINGERPRINT
 
 MIXING = -0x61C8864680B583EB  # 2**64 / golden ratio, interpreted as a signed number
+# Columns of the table of knock-outs, after genes, that are not scores.
+ROLES = ("split", "weight", "sd")
 # Fields that are not part of the fingerprint: descriptions of the files, and `sd`, which `weight`
 # replaces.
 OF_FILES = ("left_out", "notes", "line", "feature_names", "sd")
@@ -249,9 +251,8 @@ def read_tables(
         DataError: A file cannot be read, or its content is invalid.
     """
     node_number = {}
-    notes = []
-    relations, edge_index, edge_type, edge_weight = read_edges(edges, node_number, notes)
-    columns = read_knockouts(perturbations, node_number, notes, scores)
+    relations, edge_index, edge_type, edge_weight = read_edges(edges, node_number)
+    columns = read_knockouts(perturbations, node_number, scores)
     genes = sorted(node_number)
     # For each number of a node, the index of its name in `genes`.
     position = number_names(genes, node_number).argsort()
@@ -267,14 +268,13 @@ def read_tables(
     node_features = {}
     described = {}  # {name: its values in the table of features, [F]}
     if features:
-        node_features, described = read_features(features, genes, notes)
+        node_features, described = read_features(features, genes)
     tables = Tables(
         genes=genes,
         relations=relations,
         edge_index=edge_index % len(genes),
         edge_type=edge_index[0] // len(genes),
         edge_weight=edge_weight,
-        notes=notes,
         **node_features,
         **samples,
         **columns,
@@ -282,21 +282,18 @@ def read_tables(
     data_notes = optional("data_notes")
     if data_notes:
         files = (edges, perturbations, features)
-        tables.notes = [*notes, *data_notes.notes_on(tables, files, described, row)]
+        tables.notes = list(data_notes.notes_on(tables, files, described, row))
     return tables
 
 
-def read_edges(
-    path: str, node_number: dict[str, int], notes: list[str]
-) -> tuple[list[str], Tensor, Tensor, Tensor]:
+def read_edges(path: str, node_number: dict[str, int]) -> tuple[list[str], Tensor, Tensor, Tensor]:
     """Returns relations, edge_index, edge_type and edge_weight of `Tables`.
 
     In edge_index, nodes have the numbers in `node_number`.
 
-    Adds new nodes to `node_number`, and warnings for the log to `notes`. Raises `DataError` if the
-    table is invalid.
+    Adds new nodes to `node_number`. Raises `DataError` if the table is invalid.
     """
-    header = read_header(path, notes, ("source", "target", "relation"), ("weight",))
+    header = read_header(path, ("source", "target", "relation"))
     others = [name for name in header if name not in ("source", "target", "relation", "weight")]
     if others:
         raise DataError(
@@ -321,7 +318,7 @@ def read_edges(
 
 
 def read_knockouts(
-    path: str, node_number: dict[str, int], notes: list[str], scores: Sequence[str] = ()
+    path: str, node_number: dict[str, int], scores: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns the fields of `Tables` that the table of knock-outs contains.
 
@@ -329,11 +326,15 @@ def read_knockouts(
     `level` of each perturbed node, [total] each. Nodes have the numbers in `node_number`.
 
     If `scores` is empty, every column without a different meaning is a score. Adds new nodes to
-    `node_number`, and warnings for the log to `notes`. Raises `DataError` if the table is invalid.
+    `node_number`. Raises `DataError` if the table is invalid.
     """
     chosen = list(map(str, scores))  # YAML reads the name 1 as a number
-    header = read_header(path, notes, ("genes",), ("split", "weight", "sd"), kept=chosen)
-    score_columns = [name for name in header[1:] if name not in ("split", "weight", "sd")]
+    header = read_header(path, ("genes",))
+    score_columns = [name for name in header[1:] if name not in ROLES]
+    for name in score_columns:
+        if name.lower() in ROLES and name not in chosen:
+            problem = f"is not {name.lower()!r}, which is in lower case: rename the column"
+            raise DataError(f"{path}:1: the column {name!r} {problem}, or list it in data.scores")
     if not score_columns or {"weight", "sd"} <= set(header):
         problem = (
             "the header needs at least one score column after genes, and cannot have both weight "
@@ -382,18 +383,15 @@ def checked_sets(rows: Rows, nodes: Container[str]) -> tuple[Tensor, Tensor, lis
     return row, name, names, level
 
 
-def read_features(
-    path: str, genes: list[str], notes: list[str]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_features(path: str, genes: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the fields `features` and `feature_names` of `Tables`, and the values of the file.
 
     The field `features` is standardised over the nodes, and 0 for missing values. The values of the
     file are {name: values [F]}, unchanged, for all rows.
 
-    Adds warnings for the log to `notes`. Raises `DataError` if the table is invalid or does not
-    describe any node.
+    Raises `DataError` if the table is invalid or does not describe any node.
     """
-    header = read_header(path, notes, ("gene",))
+    header = read_header(path, ("gene",))
     _, *names = header
     if not names:
         raise DataError(

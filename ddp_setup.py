@@ -60,7 +60,9 @@ class DDPConfig:
         arguments = inspect.signature(DistributedDataParallel).parameters
         for name, value in self.options.items():
             kinds = (int, float) if name == "bucket_cap_mb" else (bool,)
-            if name not in arguments or type(value) not in kinds:
+            # All ranks must start from the parameters of rank 0, so init_sync must remain true.
+            is_known = name in arguments and name != "init_sync"
+            if not is_known or type(value) not in kinds:
                 raise ValueError(
                     f"ddp.options: {name}: {value!r} is invalid: give arguments of "
                     "DistributedDataParallel that are true or false, or bucket_cap_mb and a number"
@@ -282,17 +284,14 @@ class Distributed:
         for rank, others in enumerate(self.gather(values)):
             for name, value in others.items():
                 first_rank, first_value = first.setdefault(name, (rank, value))
-                if value != first_value and isinstance(value, frozenset):
+                if value == first_value:
+                    continue
+                found = f"{value} on rank {rank}, {first_value} on rank {first_rank}"
+                if isinstance(value, frozenset):
                     only = ", ".join(sorted(value ^ first_value))
-                    raise UserError(
-                        f"{name} differ between ranks: only one of rank {first_rank} and rank "
-                        f"{rank} has {only}: use the same copy of the code on all machines"
-                    )
-                if value != first_value:
-                    raise UserError(
-                        f"{name} differs between ranks: {value} on rank {rank}, "
-                        f"{first_value} on rank {first_rank}: make it the same on all ranks"
-                    )
+                    found = f"only one of rank {first_rank} and rank {rank} has {only}"
+                problem = f"{name} differs between ranks: {found}"
+                raise UserError(f"{problem}: make it the same on all ranks")
 
     def close(self) -> None:
         """Leaves the process group, and undoes what this object has changed in the process.

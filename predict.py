@@ -213,8 +213,6 @@ def predict(settings: Settings, ddp: Distributed) -> None:
     changes = optional("run_changes")
     if changes is not None:
         ddp.check_equal(changes.code_digests())  # all modules that the models need are imported
-    for note in survey.notes:
-        log.warning(f"note      {note}")
     if survey.unknown:
         missing = counted(survey.num_rows - survey.num_known, "row")
         reason = unknown_nodes(survey.unknown, ensemble.tables)

@@ -138,7 +138,6 @@ class Survey:
     num_rows: int
     num_known: int  # number of rows whose nodes are all in the graph
     unknown: list[str]  # distinct names that are not nodes of the graph
-    notes: list[str]  # warnings about the file, for the log
 
 
 def survey_sets(
@@ -153,11 +152,11 @@ def survey_sets(
     if size:
         num_rows = math.comb(len(screened_nodes(tables)), size)
         num_rows = min(num_rows, last) - first
-        survey = Survey(num_rows, num_rows, [], [])
+        survey = Survey(num_rows, num_rows, [])
     else:
-        survey = Survey(0, 0, [], [])
+        survey = Survey(0, 0, [])
         unknown = {}  # a dict, because its keys are distinct and keep their order
-        for chunk in read_sets(path, tables, first, last, MOST, survey.notes, has_bar):
+        for chunk in read_sets(path, tables, first, last, MOST, has_bar):
             survey.num_rows += len(chunk.sets)
             survey.num_known += len(chunk.samples.y)
             unknown |= dict.fromkeys(chunk.unknown)
@@ -173,7 +172,6 @@ def read_sets(
     first: int = 0,
     last: int = sys.maxsize,
     most: int = MOST,
-    notes: list[str] | None = None,
     has_bar: bool = False,
 ) -> Iterator[Chunk]:
     """Yields the rows of a table from `first` to `last` - 1 in chunks. Raises `DataError`.
@@ -183,14 +181,13 @@ def read_sets(
         tables: has the graph.
         first, last: the first row, counted from 0, and the row after the last.
         most: largest number of rows in a chunk.
-        notes: warnings about the file are added to this list.
         has_bar: whether a progress bar shows how much has been read.
     """
     size, level = screen(path)
     if size:
         yield from all_sets(tables, size, level, first, last, most)
         return
-    header = read_header(path, [] if notes is None else notes, ("genes",))
+    header = read_header(path, ("genes",))
     end = 0  # number of rows so far
     for rows in read_rows(path, header, skip_blank=False, has_bar=has_bar):
         begin = end

@@ -87,8 +87,6 @@ class TrainState:
         Raises:
             UserError: the checkpoint has a different model, optimiser or parameter groups.
         """
-        if "trained_model" in state:  # best.pt, whose model is an average
-            state = {**state, "model": state["trained_model"], "best_model": state["model"]}
         groups = self.optimizer.param_groups
         try:
             load_model(self.model, state)
@@ -149,17 +147,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def best_checkpoint(checkpoint: dict[str, Any], state: TrainState) -> dict[str, Any]:
-    """Returns the entries of best.pt, given the entries of the state's own checkpoint.
-
-    `model` is the best model. If the best model was validated at this step, but is not the trained
-    model, for example because it is a moving average, `trained_model` is the trained model.
-    """
-    best = {**checkpoint, "model": state.best_model, "best_model": None}
-    trained = checkpoint["model"]
-    is_different = any(not trained[name].equal(state.best_model[name]) for name in trained)
-    if is_different and state.best["step"] == state.step:
-        best["trained_model"] = trained
-    return best
+    """Returns the entries of best.pt, given the entries of the state's own checkpoint."""
+    return {**checkpoint, "model": state.best_model, "best_model": None}
 
 
 def may_compare(fingerprint: str, other: str) -> bool:

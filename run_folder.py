@@ -67,6 +67,8 @@ class RunConfig:
     init: str = field(default="", metadata={"path": True})
 
     def __post_init__(self):
+        if self.init and self.resume != "auto":
+            raise ValueError("run.init and run.resume cannot be combined: set only one of them")
         folder = Path(self.dir).name
         first, *further = self.name.split("/")
         is_wrong = {"", ".", ".."} & {first, *further} or (further and first == folder)
@@ -328,7 +330,16 @@ class RunFolder:
         """Adds this start to environment.txt, and logs versions that have changed."""
         path = self.path / "environment.txt"
         earlier = path.read_text("utf-8") if path.exists() else ""
-        this_start = environment(self.ddp.command, ranks)
+        folder = shlex.quote(str(Path(__file__).resolve().parent))
+        # If a git hook runs this process, these variables point to the repository of the hook.
+        here = f"env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE git -C {folder}"
+        commit = subprocess.getoutput(f"{here} describe --always --dirty --abbrev=40")
+        packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")
+        versions = library_versions() | {name: version(name) for name in packages}
+        lines = [f"command: {shlex.join([sys.executable, *self.ddp.command])}"]
+        lines.append(f"git commit: {commit}")
+        lines += [f"{name}: {number}" for name, number in versions.items()]
+        this_start = "\n".join([*lines, ranks, "", ""])
         write_atomically(path, [earlier, this_start])
         changes = optional("run_changes")
         if changes is not None:
@@ -377,8 +388,7 @@ class RunFolder:
         Args:
             state: the state to save.
             is_best: whether to write best.pt as well. In best.pt, `model` contains the parameters
-                that were validated. If these are for example a moving average, best.pt also
-                contains the trained parameters, as `trained_model`.
+                that were validated.
 
         Raises:
             RunError: a parameter is not finite, or a file cannot be written. Every rank raises this
@@ -526,25 +536,3 @@ def read_status(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / "status.json").read_text("utf-8"))
     return {}
-
-
-def environment(command: list[str], ranks: str) -> str:
-    """Returns the text of a start in environment.txt: command, git commit, versions and ranks.
-
-    Args:
-        command: the command line, without the interpreter.
-        ranks: the description of the ranks, from `ddp_setup.describe`.
-    """
-    folder = shlex.quote(str(Path(__file__).resolve().parent))
-    # If a git hook runs this process, these variables point to the repository of the hook.
-    here = f"env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE git -C {folder}"
-    commit = subprocess.getoutput(f"{here} describe --always --dirty --abbrev=40")
-    packages = ("torch-geometric", "numpy", "pyyaml", "tqdm")
-    versions = library_versions() | {name: version(name) for name in packages}
-    lines = [
-        f"command: {shlex.join([sys.executable, *command])}",
-        f"git commit: {commit}",
-        *(f"{name}: {number}" for name, number in versions.items()),
-        ranks,
-    ]
-    return "\n".join(lines) + "\n\n"

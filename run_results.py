@@ -10,7 +10,7 @@ In shapes, N is the number of nodes, n is the number of rows, and T is the numbe
 import functools
 import hashlib
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,25 +187,22 @@ def row_labels(tables: Tables, split: str) -> Iterator[str]:
     """Yields the first three cells of each row of a split, as `result_lines` describes them."""
     is_in_split = tables.is_in(split)[tables.sample()]
     perturbed = tables.perturbed[is_in_split]
-    genes = tables.names(perturbed, tables.level[is_in_split])
+    names = list(tables.names(perturbed, tables.level[is_in_split]))
     present = ~tables.y[tables.sample()[is_in_split]].isnan()
     # A node is listed if it is unseen for at least one score of the row.
     is_unseen = (present & ~tables.is_seen()[perturbed]).any(dim=1)
-    names = []
-    for node, is_named in zip(perturbed.tolist(), is_unseen.tolist(), strict=True):
-        names.append(tables.genes[node] if is_named else "")
-    unseen_genes = iter(names)
     unseen = tables.unseen(split)  # [rows, T]
     is_equal = (unseen == unseen[:, :1]).all(dim=1).tolist()
     counts = tables.perturbed_ptr.diff()[tables.rows(split)].tolist()
+    end = 0
     for row, count in enumerate(counts):
+        start = end
+        end += count
         numbers = unseen[row, :1] if is_equal[row] else unseen[row]
-        cells = [
-            ",".join(islice(genes, count)),
-            ",".join(map(str, numbers.tolist())),
-            ",".join(filter(None, islice(unseen_genes, count))),
-        ]
-        yield "\t".join(cells)
+        unseen_nodes = perturbed[start:end][is_unseen[start:end]].tolist()
+        unseen_genes = [tables.genes[node] for node in unseen_nodes]
+        cells = [names[start:end], map(str, numbers.tolist()), unseen_genes]
+        yield "\t".join(map(",".join, cells))
 
 
 def table_lines(labels: Iterator[str], numbers: Tensor, number_format: str = "%r") -> Iterator[str]:

@@ -103,7 +103,7 @@ def train(config: Config, ddp: Distributed) -> None:
     code = {} if changes is None else changes.code_of_steps()
     shared = {**config.shared_options(), "data (hash)": task.fingerprint}
     # Ranks must not differ in their libraries, code, options or tables.
-    ddp.check_equal({**library_versions(), **code, **shared, "modules": module_names()})
+    ddp.check_equal({**library_versions(), **code, **shared, "the list of modules": module_names()})
 
     # `StepSampler` replaces DistributedSampler, whose batch size is per rank. Here, data.batch_size
     # is the total over all ranks and micro-batches. A step therefore has the same rows for any

@@ -75,7 +75,7 @@ def first_read(folder: str) -> dict[str, float]:
 
 def read_graph(folder: str) -> dict[str, float]:
     start = time.perf_counter()
-    read_edges(f"{folder}/edges.tsv", {}, [])
+    read_edges(f"{folder}/edges.tsv", {})
     read = time.perf_counter() - start
     tables = load(config_of(folder))
     start = time.perf_counter()

@@ -44,7 +44,7 @@ def test_a_pipe_is_refused_before_it_is_read(tmp_path, name):
     with pytest.raises(DataError, match=message):
         load(options)
     with pytest.raises(DataError, match=message):
-        read_header(str(tmp_path / "pipe"), [], ())
+        read_header(str(tmp_path / "pipe"), ())
 
 
 def test_one_table_without_the_other_is_refused():

@@ -50,25 +50,25 @@ def test_blanks_around_the_cells_of_a_header_do_not_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("headers", "roles"),
+    "headers",
     [
-        ({"edges": ("Source", " TARGET", "Relation", "WEIGHT ")}, EDGE_HEADER),
-        ({"scores": ("Genes", "score", " Split", "sD ")}, ("genes", "split", "sd")),
+        {"edges": ("Source", " TARGET", "Relation", "weight ")},
+        {"scores": ("Genes", "score", " split", "sd ")},
         # The features of nodes do not have such columns, even if one is called Weight.
-        ({"features": ("GENE", "size", "Weight")}, ("gene",)),
+        {"features": ("GENE", "size", "Weight")},
     ],
 )
-def test_a_column_with_a_meaning_may_be_written_in_another_case_with_a_note(
-    tmp_path, headers, roles
-):
-    (file,) = headers
+def test_the_names_of_the_first_columns_may_be_in_upper_or_lower_case(tmp_path, headers):
     tables = read_under(tmp_path / "cases", **headers)
     assert tables.fingerprint() == read_under(tmp_path / "plain").fingerprint()
-    for note, role in zip(tables.notes, roles, strict=True):
-        assert f"{file}.tsv: the column " in note and f" is read as {role}, " in note
-    assert notes_on(tables) == list(tables.notes)
-    again = read_under(tmp_path / "cases", **headers)  # from the cache
-    assert list(again.notes) == list(tables.notes)
+    assert notes_on(tables) == []
+
+
+@pytest.mark.parametrize("name", ["SD", "Split", "weighT"])
+def test_a_column_such_as_weight_in_another_case_is_an_error(tmp_path, name):
+    problem = rf"scores\.tsv:1: the column '{name}' is not '{name.lower()}', which is in lower case"
+    with pytest.raises(DataError, match=problem):
+        read_under(tmp_path, scores=("genes", "score", "fold", name))
 
 
 @pytest.mark.parametrize("name", ["SD", "Split", " weighT "])
@@ -91,9 +91,7 @@ def test_the_column_weight_itself_cannot_be_a_score(tmp_path):
     ("headers", "file"),
     [
         ({"scores": ("genes", "split", "s", " s")}, "scores"),
-        ({"scores": ("genes", "weight", "s", "Weight")}, "scores"),
-        ({"scores": ("genes", "split", "s", " Genes ")}, "scores"),
-        ({"edges": ("source", "target", "relation", "Weight", "weight ")}, "edges"),
+        ({"edges": ("source", "target", "relation", "weight", "weight ")}, "edges"),
         ({"features": ("gene", "size", "size ")}, "features"),
     ],
 )
@@ -115,12 +113,12 @@ def test_an_end_of_an_edge_cannot_have_a_comma_or_a_level_or_be_missing(tmp_path
     path = write_table(tmp_path / "edges.tsv", [*EDGES, tuple(row.values())])
     problem = "has a comma or =, " if name[0] == "a" else "is a missing value: "
     with pytest.raises(DataError, match=rf"edges\.tsv:6: the {column} '{name}' {problem}"):
-        read_edges(str(path), {}, [])
+        read_edges(str(path), {})
 
 
 def test_a_relation_may_have_a_comma(tmp_path):
     path = write_table(tmp_path / "edges.tsv", [*EDGES, ("a", "b", "binds, in vitro")])
-    relations, *_ = read_edges(str(path), {}, [])
+    relations, *_ = read_edges(str(path), {})
     assert relations == ["x", "y", "binds, in vitro"]
 
 
@@ -147,7 +145,7 @@ def test_cells_in_quotes_are_read(tmp_path):
 def test_quotes_that_do_not_enclose_a_complete_cell_are_refused(tmp_path, cells):
     (tmp_path / "scores.tsv").write_text(f"genes\tscore\na\t1\n\n{cells}\nd\t1\ne\t1\n")
     with pytest.raises(DataError, match=r"scores\.tsv:4: .*(put quotes|contains a line break)"):
-        read_knockouts(str(tmp_path / "scores.tsv"), {}, [])
+        read_knockouts(str(tmp_path / "scores.tsv"), {})
 
 
 def test_a_long_cell_is_cut_in_errors(tmp_path):
@@ -164,7 +162,7 @@ def test_a_long_cell_is_cut_in_errors(tmp_path):
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_blank_line_is_skipped_or_a_row_of_empty_cells(tmp_path, skips):
     (tmp_path / "t.tsv").write_text("genes\tscore\tsd\n\na\t1\t2\n\n\nb\t3\t4\n\n")
-    header = read_header(str(tmp_path / "t.tsv"), [], ("genes",))
+    header = read_header(str(tmp_path / "t.tsv"), ("genes",))
     (rows,) = read_rows(str(tmp_path / "t.tsv"), header, skip_blank=skips)
     if skips:
         assert rows.cells == {"genes": ["a", "b"], "score": ["1", "3"], "sd": ["2", "4"]}
@@ -195,7 +193,7 @@ def test_a_table_is_read_in_chunks_with_the_right_line_numbers(tmp_path, monkeyp
     lines[12:12] = ["", "", "", ""]
     path = write_table(tmp_path / "scores.tsv", [("genes", "score"), *((line,) for line in lines)])
     number = {}
-    columns = read_knockouts(str(path), number, [])
+    columns = read_knockouts(str(path), number)
     packed = pack(columns["row"], columns["node"], columns["level"], len(columns["y"]))
     found = packed["perturbed"].split(packed["perturbed_ptr"].diff().tolist())
     rows = [line.split("\t") for line in lines if line]
@@ -207,14 +205,14 @@ def test_a_table_is_read_in_chunks_with_the_right_line_numbers(tmp_path, monkeyp
     for wrong in ("g1,,g2\t0", "g1\tinf", "g1\t1\t2", "g1\t1_0"):
         (tmp_path / "wrong.tsv").write_text(path.read_text() + wrong)
         with pytest.raises(DataError, match=r"wrong.tsv:56: "):
-            read_knockouts(str(tmp_path / "wrong.tsv"), {}, [])
+            read_knockouts(str(tmp_path / "wrong.tsv"), {})
 
 
 def test_a_missing_file_is_named(tmp_path, monkeypatch):
     """If its path is relative, the error contains the working directory."""
     monkeypatch.chdir(tmp_path)
     place = re.escape(str(tmp_path))
-    for read in (lambda path: load(DataConfig(path, path)), lambda path: read_header(path, [], ())):
+    for read in (lambda path: load(DataConfig(path, path)), lambda path: read_header(path, ())):
         with pytest.raises(DataError, match=f"cannot read none.tsv: No such .*{place}"):
             read("none.tsv")
         with pytest.raises(
@@ -247,7 +245,7 @@ def test_an_error_explains_row_names_that_r_has_written(tmp_path):
     (tmp_path / "r.tsv").write_text('"genes"\t"score"\n"1"\t"a"\t0.5\n')
     message = r"r\.tsv:2: this line has 3 cells, but the header has 2: .* row.names=FALSE"
     with pytest.raises(DataError, match=message):
-        read_knockouts(str(tmp_path / "r.tsv"), {}, [])
+        read_knockouts(str(tmp_path / "r.tsv"), {})
 
 
 # ---- Missing values and columns without a name ---------------------------------------------------

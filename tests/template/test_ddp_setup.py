@@ -283,5 +283,5 @@ def test_a_heartbeat_contains_the_current_phase():
 def test_ranks_with_different_modules_are_refused(monkeypatch):
     modules = [frozenset({"train.py", "predict.py"}), frozenset({"train.py"})]
     monkeypatch.setattr(Distributed, "gather", lambda ddp, value: [{"modules": m} for m in modules])
-    with pytest.raises(UserError, match=r"rank 0 and rank 1 has predict\.py: use the same copy"):
+    with pytest.raises(UserError, match=r"rank 0 and rank 1 has predict\.py: make it the same"):
         Distributed(DDPConfig()).check_equal({})

@@ -145,11 +145,6 @@ def test_best_pt_contains_the_validated_parameters(tmp_path):
         assert_equal(of_step["model"], state.model.state_dict())
         assert_equal(of_step["best_model"], state.best_model)
         assert_equal(best["model"], state.best_model)
-        # A run that resumes from best.pt continues with the trained parameters.
-        resumed = small_state()
-        resumed.load_state_dict(best | {"file": "best.pt"}, "fp32")
-        assert_equal(resumed.model.state_dict(), state.model.state_dict())
-        assert_equal(resumed.best_model, state.best_model)
     ddp.close()
 
 
