@@ -323,7 +323,7 @@ def test_without_the_part_tables_are_read_the_same(tmp_path, monkeypatch):
     assert len(tables.notes) == 2
     monkeypatch.setattr(parts, "is_here", lambda module: module != "data_notes")
     without = load(options)
-    assert without.notes == []
+    assert not without.notes
     assert without.fingerprint() == tables.fingerprint()
     assert unknown_nodes(["A", "x"], Mock(genes=["a"])).endswith(": A, x")
 

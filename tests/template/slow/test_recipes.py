@@ -477,7 +477,11 @@ def test_ema(copy, tables, tmp_path):
     texts = [(folder / name / "test.tsv").read_text() for name in ("whole", "killed")]
     assert texts[0] == texts[1]
 
-    _, rows_after = train(copy, "run.init=runs/whole/checkpoints/best.pt", name="follow")
+    best = "runs/whole/checkpoints/best.pt"
+    again, _ = train(copy, f"run.resume={best}", name="again")
+    for name in ("model", "average", "best_model"):
+        assert are_equal(whole[name], again[name])
+    _, rows_after = train(copy, f"run.init={best}", name="follow")
     first, first_after = (
         next(row for row in of_run if row["kind"] == "val") for of_run in (rows, rows_after)
     )
