@@ -32,7 +32,7 @@ from config import load_config
 from ddp_setup import Distributed, setup
 from evaluate import predict_rows
 from metrics import pearson, quality
-from run_checkpoint import TrainState, save_atomically
+from run_checkpoint import TrainState, atomic_file
 from run_folder import RunFolder
 from task import KnockoutTask
 from tests.bench import report
@@ -77,7 +77,8 @@ def record(files: list[str], overrides: list[str], path: Path) -> None:
         ddp = setup(Distributed(config.ddp))
         train.train(config, ddp)
         ddp.close()
-    save_atomically(path, {"epochs": epochs, **test_rows})
+    with atomic_file(path, f"{path.name}.tmp") as file:  # other processes may write other runs
+        torch.save({"epochs": epochs, **test_rows}, file)
 
 
 def observed(model: nn.Module, task: KnockoutTask, ddp: Distributed) -> dict[str, dict | Tensor]:
