@@ -6,6 +6,7 @@
 - host: the number of kernels of a step.
 - tables: reading tables with millions of rows.
 - quality: predictions of the model, compared with rivals in `baselines`.
+- choices: rules that choose the best model of a run.
 
 README.md has their results. Methods that are compared within one process are called in turn, so
 that a slowdown of the machine affects all of them. Therefore, quote ratios, not times.
