@@ -1,4 +1,4 @@
-"""Reads the results of runs: test.tsv, and the options and best steps of several runs.
+"""The results of runs: the rows of test.tsv, and the options and best steps of several runs.
 
 Also groups the rows of test.tsv into bootstrap clusters, and runs into the folds of a
 cross-validation.

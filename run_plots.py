@@ -1,7 +1,7 @@
 """The plots of a run, as SVG, without a plotting package.
 
-`curves_svg` draws the curves of training as lines in two panels. `predictions_svg` draws the test
-predictions as points in one panel. A `Panel` is a grid with round numbers on each axis.
+`curves_svg` draws the curves of training as lines in two panels. A `Panel` is a grid with round
+numbers on each axis.
 """
 
 import math
