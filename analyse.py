@@ -16,8 +16,7 @@ The command also writes the metrics to test.json, in the run folder.
 For several runs, the command does not write files. The first table lists the options and code files
 in which the runs differ, and the best step and metrics of each run; the run with the best
 validation metric is first. The second table contains the test metrics of each run and of the
-ensemble, whose prediction is the mean over the runs. The line after it shows the difference between
-the two best runs, with its 95 % interval. Rivals are compared with the ensemble.
+ensemble, whose prediction is the mean over the runs. Rivals are compared with the ensemble.
 
 Runs with different test rows are folds of a cross-validation. The command prints the metrics of
 each fold, and then the tables for one run, with the test rows of all folds. If a fold has several
@@ -51,7 +50,6 @@ import torch
 import data
 from analyse_metrics import (
     MOST,
-    difference_of_best,
     ensemble_of,
     metrics_by_group,
     metrics_of_all,
@@ -213,9 +211,6 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
     - `figures`: the test metrics of each run, by folder;
     - `mean` and `sd`: mean and standard deviation over the runs of these metrics;
     - `ensemble`: the metrics of the mean prediction of the runs;
-    - `best_two`: the two `runs` with the best first metric, the `difference` in this metric, and
-      `gain`, the 95 % interval of the difference. Both runs are evaluated on the same resampled
-      test rows;
     - `rivals` or `no_rivals`: as in `analyse_run`, with differences from the ensemble.
 
     Runs with different test rows are folds of a cross-validation. `folds` is then {first run of the
@@ -264,7 +259,6 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
         analysis["results"] = best_first(analysis["results"])
         analysis |= metrics_of_each(members, loss)
         analysis["ensemble"] = metrics_of_all(rows, loss)
-        analysis["best_two"] = difference_of_best(members, loss)
         analysis |= rivals
     else:
         analysis |= metrics_of_each(of_folds, loss)
@@ -434,17 +428,7 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
         lines = text_table(rows, columns_beside(rivals))
         return [*lines, "", "rows of all folds:", *lines_of_run(analysis["all_folds"], rivals)]
     rows.append(("ensemble", analysis["ensemble"]))
-    lines = text_table(rows, columns_beside(rivals))
-    best_two = analysis["best_two"]
-    best, second = best_two["runs"]
-    difference = cell(best_two["difference"])
-    interval = cell(best_two["gain"])
-    metric = columns_beside(rivals)[first_metric(analysis["ensemble"])]
-    lines.append(
-        f"best two runs: {metric} of {best} minus {second} is {difference}, "
-        f"95 % interval {interval}"
-    )
-    return lines + lines_of_rivals(analysis, rivals)
+    return text_table(rows, columns_beside(rivals)) + lines_of_rivals(analysis, rivals)
 
 
 def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:

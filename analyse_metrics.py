@@ -86,9 +86,8 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
     means = nanmeans(target_metrics(rows, loss))
     num_scored = int((~y.isnan()).any(dim=1).sum())
     by_name = {"n": num_scored, **means}
-    rival = next(iter(rows.rivals), None)
-    if rival is not None:
-        by_name |= gains(rows, {"prediction": rows.rivals[rival]}, cluster, resamples)
+    if rows.rivals:
+        by_name |= gains(rows, cluster, resamples)
     by_name["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
         by_name["rows"] = len(y)
@@ -97,20 +96,21 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
     return by_name
 
 
-def gains(rows: Results, others: dict[str, Tensor], cluster: Tensor, resamples: int) -> dict:
-    """Returns 95 % intervals of the difference in each metric between predictions and others.
+def gains(rows: Results, cluster: Tensor, resamples: int) -> dict:
+    """Returns 95 % intervals of the difference in each metric between the model and a rival.
 
-    `others` are the other predictions by name, [n, T] each; their metric is subtracted. The
-    intervals are by `name_of_gain`. The metrics are `with_pearson`, except for metrics that need
-    predictions that `others` does not contain. Rows are drawn as in `resampled_pearson`.
+    The rival is the first one in `rows`; its metric is subtracted. The intervals are by
+    `name_of_gain`. The metrics are `with_pearson`, except for metrics that need predictions that
+    rivals do not have, such as an `sd`. Rows are drawn as in `resampled_pearson`.
     """
+    of_rival = {"prediction": next(iter(rows.rivals.values()))}
     intervals = {}
     for name, metric in with_pearson().items():
-        if outputs_of(metric, but=others):
+        if outputs_of(metric, but=of_rival):
             continue
         values = []
         means = []
-        for predictions in (rows.predictions, others):
+        for predictions in (rows.predictions, of_rival):
             values.append(resampled(metric, rows, predictions, cluster, resamples))
             means.append(apply(metric, rows.y, predictions, rows.row_weight).nanmean())
         differences = values[0] - values[1]
@@ -219,24 +219,6 @@ def metrics_of_all(rows: Results, loss: str) -> dict:
     """Returns the result of `metrics_of_rows` for all rows."""
     resamples = number_of_resamples(rows.y.numel())
     return metrics_of_rows(rows, rows.cluster_numbers(), loss, resamples)
-
-
-def difference_of_best(members: dict[str, Results], loss: str) -> dict:
-    """Returns the two `runs` with the best `first_metric`, and the `difference` of this metric.
-
-    `gain` is the 95 % interval of the difference. Both runs are evaluated on the same drawn rows.
-    """
-    figures = metrics_of_each(members, loss)["figures"]
-    metric = first_metric(next(iter(figures.values())))
-    best, second = sorted(figures, key=lambda name: figures[name][metric], reverse=True)[:2]
-    rows = members[best]
-    resamples = number_of_resamples(rows.y.numel())
-    intervals = gains(rows, members[second].predictions, rows.cluster_numbers(), resamples)
-    return {
-        "runs": [best, second],
-        "difference": figures[best][metric] - figures[second][metric],
-        "gain": intervals[name_of_gain(metric)],
-    }
 
 
 # ---- Without the model ---------------------------------------------------------------------------
