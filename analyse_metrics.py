@@ -158,8 +158,8 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
 
     - If predictions have an `sd`, `within_1_sd` and `within_2_sd` are the shares of scores that are
       at most 1 or 2 `sd` from the prediction.
-    - For binary scores, AUROC and average precision measure how well high predictions find the rows
-      with score 1. They are not weighted.
+    - For binary scores, AUROC measures how well high predictions find the rows with score 1. It is
+      not weighted.
     """
     y = rows.y
     prediction = rows.prediction
@@ -173,9 +173,7 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
         for k in (1, 2):
             each[f"within_{k}_sd"] = metrics.mean_present((deviations <= k).double(), y, weight)
     if LOSSES[loss].is_binary:
-        certainty = metrics.as_ranked(y, prediction)
-        each["auroc"] = auroc(y == 1, certainty)
-        each["average_precision"] = average_precision(y == 1, certainty)
+        each["auroc"] = auroc(y == 1, metrics.as_ranked(y, prediction))
     return each
 
 
@@ -292,24 +290,6 @@ def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
     mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
     negatives_below = mean_rank - (num_positive + 1) / 2
     return negatives_below / num_negative
-
-
-def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the average precision, [T], for the same arguments as `auroc`."""
-    num_positive = at_least_as_certain(certainty, positive)
-    num_rows = at_least_as_certain(certainty, ~certainty.isnan())
-    precision = num_positive / num_rows
-    return precision.where(positive, math.nan).nanmean(dim=0)
-
-
-def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
-    """Returns the number of rows in `counted` that are at least as certain as each row, [n, T].
-
-    `counted` is a mask of the rows that count, bool [n, T].
-    """
-    doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
-    ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
-    return torch.searchsorted(ordered, doubt, right=True).T
 
 
 # ---- Resampled rows, and their intervals ---------------------------------------------------------
