@@ -85,8 +85,6 @@ TITLES = {
     "r2": "R2",
     "mse": "MSE",
     "auroc": "AUROC",
-    "within_1_sd": "share within 1 sd (ideal: 0.68)",
-    "within_2_sd": "share within 2 sd (ideal: 0.95)",
 }
 
 

@@ -154,12 +154,8 @@ def profile_metrics(rows: Results) -> dict[str, float]:
 def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan if undefined.
 
-    The metrics of `with_pearson` are also computed for the rivals. Some metrics have a condition:
-
-    - If predictions have an `sd`, `within_1_sd` and `within_2_sd` are the shares of scores that are
-      at most 1 or 2 `sd` from the prediction.
-    - For binary scores, AUROC measures how well high predictions find the rows with score 1. It is
-      not weighted.
+    The metrics of `with_pearson` are also computed for the rivals. For binary scores, AUROC
+    measures how well high predictions find the rows with score 1. It is not weighted.
     """
     y = rows.y
     prediction = rows.prediction
@@ -168,10 +164,6 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     for metric in (metrics.mse, r2, metrics.pearson, metrics.spearman):
         each[metric.__name__] = metric(y, prediction, weight)
     each |= metrics.metrics_beside_rivals(y, rows.predictions, rows.rivals, weight, with_pearson())
-    if "sd" in rows.predictions:
-        deviations = (y - prediction).abs() / rows.predictions["sd"]
-        for k in (1, 2):
-            each[f"within_{k}_sd"] = metrics.mean_present((deviations <= k).double(), y, weight)
     if LOSSES[loss].is_binary:
         each["auroc"] = auroc(y == 1, metrics.as_ranked(y, prediction))
     return each
