@@ -66,12 +66,9 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             if failure:
                 raise failure
             torch.save(content, temporary)
-            refused = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
-            if refused:
-                raise TypeError(f"torch.load would refuse {', '.join(refused)}: use tensors")
             os.replace(temporary, path)
         # torch.save raises RuntimeError on a full disk.
-        except (OSError, RuntimeError, TypeError) as error:
+        except (OSError, RuntimeError) as error:
             log.warning(
                 f"cache     {path} cannot be written, so its content is computed again in each "
                 f"run: {error}"
