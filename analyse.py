@@ -71,12 +71,8 @@ from run_folder import read_metrics, read_status
 from run_results import read_results, row_labels
 
 SHOWN = 20  # largest number of targets that are printed
-NO_RIVAL = (
-    "test.tsv has no predictions of a rival, so the table has no differences (see model.start)"
-)
-RIVALS = (
-    "rivals, which predict the same rows without the model (differences are model minus rival):"
-)
+NO_RIVAL = "test.tsv has no predictions of a rival (see model.start), so there are no differences"
+RIVALS = "rivals, which predict these rows without the model (differences are model minus rival):"
 DIFFERENCE = "difference (95 % CI)"
 # Titles of the columns that follow the columns of `METRICS` and of their rivals.
 TITLES = {

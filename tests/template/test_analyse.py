@@ -357,7 +357,7 @@ def test_rivals_are_missing_in_the_file_or_cannot_be_fitted(
     trained("model.start=mean")
     assert analyse_here("runs/default") == 0
     printed = capsys.readouterr().out
-    assert "\ntest.tsv has no predictions of a rival, " in printed
+    assert "\ntest.tsv has no predictions of a rival " in printed
     assert "\nstrongest rival: " in printed
     assert "baseline" not in printed
     monkeypatch.setattr("analyse.is_here", lambda module: module != "analyse_rivals")
