@@ -74,8 +74,9 @@ SHOWN = 20  # largest number of targets that are printed
 NO_RIVAL = "test.tsv has no predictions of a rival (see model.start), so there are no differences"
 RIVALS = "rivals, which predict these rows without the model (differences are model minus rival):"
 DIFFERENCE = "difference (95 % CI)"
-# Titles of the columns that follow the columns of `METRICS` and of their rivals.
+# Titles of metrics. Those that are not in `METRICS` follow the columns of `METRICS`, in this order.
 TITLES = {
+    "row_pearson": "Pearson within rows",
     "mse_top20": "MSE of 20 largest scores",
     "spearman": "Spearman",
     "r2": "R2",
@@ -381,19 +382,14 @@ def columns_beside(rivals: Collection[str]) -> dict[str, str]:
 
     The columns of rivals follow the model's column of the same metric.
     """
-    titles = {"n": "rows", "rows": "incl. unscored rows", "pearson": "Pearson"}
-    for rival in rivals:
-        titles[f"{rival}_pearson"] = f"{rival} Pearson"
+    titles = {"n": "rows", "rows": "incl. unscored rows"}
+    for metric in [*with_pearson(), "row_pearson"]:
+        title = TITLES.get(metric, metric.replace("_", " ").capitalize())
+        titles[metric] = title
+        for rival in rivals:
+            titles[f"{rival}_{metric}"] = f"{rival} {title}"
+        titles[name_of_gain(metric)] = f"{title} {DIFFERENCE}"
     titles["gain"] = DIFFERENCE
-    for metric in with_pearson():
-        if metric != "pearson":
-            titles[metric] = metric.replace("_", " ").capitalize()
-            for rival in rivals:
-                titles[f"{rival}_{metric}"] = f"{rival} {titles[metric]}"
-            titles[name_of_gain(metric)] = f"{titles[metric]} {DIFFERENCE}"
-    titles["row_pearson"] = "Pearson within rows"
-    for rival in rivals:
-        titles[f"{rival}_row_pearson"] = f"{rival} Pearson within rows"
     return titles | TITLES
 
 
