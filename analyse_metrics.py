@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 import metrics
-from analyse_results import Results, are_equal_in_files
+from analyse_results import Results
 from losses import LOSSES
 from metrics import apply, first_metric, outputs_of
 from run_progress import progress_bar
@@ -127,7 +127,7 @@ def with_pearson() -> dict[str, Callable[..., Tensor]]:
 
 def name_of_gain(metric: str) -> str:
     """Returns the name of a metric's interval: `gain` for `pearson`, `x_gain` for a metric `x`."""
-    return f"{metric}_gain".replace("pearson_gain", "gain")
+    return "gain" if metric == "pearson" else f"{metric}_gain"
 
 
 def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
@@ -144,9 +144,9 @@ def profile_metrics(rows: Results) -> dict[str, float]:
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
-    each = {"row_pearson": pearson_of_rows(rows.y, rows.prediction)}
+    each = {"row_pearson": metrics.pearson(rows.y.T, rows.prediction.T)}
     for name, prediction in rows.rivals.items():
-        each[f"{name}_row_pearson"] = pearson_of_rows(rows.y, prediction)
+        each[f"{name}_row_pearson"] = metrics.pearson(rows.y.T, prediction.T)
     each["mse_top20"] = error
     return nanmeans(each)
 
@@ -243,12 +243,14 @@ def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> di
     """Returns `predictions` [n, T] by name, followed by the predictions of `rivals` in test.tsv.
 
     If a prediction equals the prediction of a rival in test.tsv, the rival is not added. Instead,
-    the prediction gets the name "<rival>: <name>".
+    the prediction gets the name "<rival>: <name>". The predictions are equal if they differ by at
+    most 1e-4 of their standard deviation over the rows, because numbers in files may be rounded.
     """
     for rival, of_rival in rivals.items():
+        tolerance = 1e-4 * of_rival.std(dim=0, correction=0)
         named = {}
         for name, prediction in predictions.items():
-            is_equal = are_equal_in_files(prediction, of_rival)
+            is_equal = ((prediction - of_rival).abs() <= tolerance).all()
             title = f"{rival}: {name}" if is_equal else name
             named[title] = prediction
         if named.keys() == predictions.keys():
@@ -263,11 +265,6 @@ def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     _, std = metrics.mean_and_std(y, weight)
     is_defined = ~metrics.pearson(y, prediction, weight).isnan()
     return (1 - metrics.mse(y, prediction, weight) / std.square()).where(is_defined, math.nan)
-
-
-def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns Pearson's r over the targets of each row, [n], nan if undefined."""
-    return metrics.pearson(y.T, prediction.T)
 
 
 def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
