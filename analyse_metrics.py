@@ -305,7 +305,10 @@ def resampled_pearson(
     ones = torch.ones_like(a)
     products = torch.stack([ones, a, b, a * a, b * b, a * b], dim=1)
     products *= (weight * present).unsqueeze(1)
-    count, *sums = resampled_sums(products, cluster, resamples).unbind(dim=1)
+    pairs, pair, num_clusters = pairs_of_clusters(cluster)
+    of_pairs = scatter(products, pair, dim_size=len(pairs)).flatten(start_dim=1)
+    sums = [drawn @ of_pairs for drawn in drawn_pairs(pairs, num_clusters, resamples)]
+    count, *sums = torch.cat(sums).unflatten(1, products.shape[1:]).unbind(dim=1)
     mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
@@ -325,33 +328,17 @@ def resampled(
     """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
 
     Rows are drawn as in `resampled_pearson`. The weight of a row is multiplied by the number of
-    times that it is drawn. If all rows are in the same clusters, all resamples would be equal, and
-    the result is nan.
+    times that it is drawn.
     """
     if metric is metrics.pearson:
         prediction = predictions["prediction"]
         return resampled_pearson(rows.y, prediction, cluster, resamples, rows.row_weight)
     pairs, pair, num_clusters = pairs_of_clusters(cluster)
-    if len(pairs) < 2:
-        return rows.y.new_full((resamples,), math.nan)
     values = []
     for counts in drawn_pairs(pairs, num_clusters, resamples):
         for count in counts[:, pair].unsqueeze(2):  # [n, 1]
             values.append(apply(metric, rows.y, predictions, rows.row_weight * count).nanmean())
     return torch.stack(values)
-
-
-def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
-    """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
-
-    If all rows are in the same clusters, all resamples would be equal, and the result is nan.
-    """
-    pairs, pair, num_clusters = pairs_of_clusters(cluster)
-    if len(pairs) < 2:
-        return values.new_full((resamples, *values.shape[1:]), math.nan)
-    of_pairs = scatter(values, pair, dim_size=len(pairs)).flatten(start_dim=1)
-    sums = [count @ of_pairs for count in drawn_pairs(pairs, num_clusters, resamples)]
-    return torch.cat(sums).view(resamples, *values.shape[1:])
 
 
 def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -367,7 +354,11 @@ def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Tensor]:
-    """Yields how often each pair of clusters is drawn, float64 [32, pairs] for 32 resamples."""
+    """Yields how often each pair of clusters is drawn, float64 [32, pairs] for 32 resamples.
+
+    If there is only one pair, all resamples would be equal. These numbers are then nan, so that the
+    weighted metrics of the resamples are nan.
+    """
     generator = torch.Generator().manual_seed(0)
     for start in range(0, resamples, 32):
         counts = []
@@ -376,6 +367,8 @@ def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Te
             counts.append(torch.bincount(drawn, minlength=num_clusters + 1).double())
         count = torch.stack(counts)  # how often each cluster is drawn, [32, C + 1]
         count[:, -1] = 1  # for rows without a second cluster
+        if len(pairs) < 2:
+            count.fill_(math.nan)
         first, second = count[:, pairs].unbind(dim=2)
         yield first * second
 
