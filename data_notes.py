@@ -230,52 +230,51 @@ def deviation(values: Tensor) -> Tensor:
 def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
     """Yields a warning about names in the table of features that are not nodes.
 
-    `described` has the name of each row of the file. There is no warning if the names have no
-    `meanings` and, in addition, at least half of them are nodes or at least half of the nodes have
-    features: a file may describe more nodes than the graph has.
+    `described` has the name of each row of the file. The names are a large share only if more than
+    half of them are not nodes and, in addition, more than half of the nodes have no features: a
+    file may describe more nodes than the graph has. See `note_on_names`.
     """
     nodes = set(tables.genes)
     unknown = [name for name in described if name not in nodes]
     lacking = [node for node in tables.genes if node not in described]
-    meaning_of = meanings(unknown, lacking)
     are_most = 2 * len(unknown) > len(described) and 2 * len(lacking) > len(nodes)
-    if are_most or meaning_of:
-        count = f"the other tables do not contain {len(unknown):,} of {len(described):,} names"
-        effect = "so their features are not used"
-        yield f"{path}: {text_on_names(count, effect, are_most, unknown, meaning_of)}"
+    count = f"the other tables do not contain {len(unknown):,} of {len(described):,} names"
+    effect = "so their features are not used"
+    yield from note_on_names(path, count, effect, are_most, unknown, lacking)
 
 
 # ---- Names ---------------------------------------------------------------------------------------
 def notes_on_knocked_out(tables: Any, path: str, connected: Sequence[str]) -> Iterator[str]:
     """Yields a warning about knocked-out nodes without an edge, which may be misspelt.
 
-    `connected` has the names of all nodes with an edge. There is no warning if the names have no
-    `meanings` and are less than half of the knocked-out nodes.
+    `connected` has the names of all nodes with an edge. The names are a large share if they are at
+    least half of the knocked-out nodes. See `note_on_names`.
     """
     known = set(connected)
     perturbed = [tables.genes[node] for node in tables.perturbed.unique().tolist()]
     unknown = [name for name in perturbed if name not in known]
-    meaning_of = meanings(unknown, connected)
     are_most = 2 * len(unknown) >= len(perturbed) > 0
-    if are_most or meaning_of:
-        share = f"{len(unknown):,} of {len(perturbed):,} knocked-out nodes"
-        count = f"the table of edges does not contain {share}"
-        effect = "so the graph has no information about them"
-        yield f"{path}: {text_on_names(count, effect, are_most, unknown, meaning_of)}"
+    share = f"{len(unknown):,} of {len(perturbed):,} knocked-out nodes"
+    count = f"the table of edges does not contain {share}"
+    effect = "so the graph has no information about them"
+    yield from note_on_names(path, count, effect, are_most, unknown, connected)
 
 
-def text_on_names(
-    count: str, effect: str, are_most: bool, unknown: Sequence[str], meaning_of: Mapping[str, str]
-) -> str:
-    """Returns a warning about unknown names: their number, the effect, advice, and some names.
+def note_on_names(
+    path: str, count: str, effect: str, are_most: bool, unknown: Sequence[str], nodes: Sequence[str]
+) -> Iterator[str]:
+    """Yields a warning about unknown names: their number, the effect, advice, and some names.
 
-    The number is in capitals if `are_most`, that is, if the names are a large share of all names.
+    There is no warning if the names have no `meanings` among the nodes, and if they are not a large
+    share of all names, that is, `are_most` is false. Otherwise, their number is in capitals.
     """
+    meaning_of = meanings(unknown, nodes)
     advice = "check that all tables use the same names"
     if meaning_of:
         advice = "correct these names if the meaning in brackets is right"
     names = some_names(unknown, meaning_of)
-    return f"{count.upper() if are_most else count}, {effect}: {advice}: {names}"
+    if are_most or meaning_of:
+        yield f"{path}: {count.upper() if are_most else count}, {effect}: {advice}: {names}"
 
 
 def some_names(names: Sequence[str], meaning_of: Mapping[str, str]) -> str:
