@@ -16,8 +16,7 @@ The command also writes the metrics to test.json, in the run folder.
 For several runs, the command does not write files. The first table lists the options and code files
 in which the runs differ, and the best step and metrics of each run; the run with the best
 validation metric is first. The second table contains the test metrics of each run and of the
-ensemble, whose prediction is the mean over the runs. The line after it shows the difference between
-the two best runs, with its 95 % interval. Rivals are compared with the ensemble.
+ensemble, whose prediction is the mean over the runs. Rivals are compared with the ensemble.
 
 Runs with different test rows are folds of a cross-validation. The command prints the metrics of
 each fold, and then the tables for one run, with the test rows of all folds. If a fold has several
@@ -51,7 +50,6 @@ import torch
 import data
 from analyse_metrics import (
     MOST,
-    difference_of_best,
     ensemble_of,
     metrics_by_group,
     metrics_of_all,
@@ -73,23 +71,17 @@ from run_folder import read_metrics, read_status
 from run_results import read_results, row_labels
 
 SHOWN = 20  # largest number of targets that are printed
-NO_RIVAL = (
-    "test.tsv has no predictions of a rival, so the table has no differences (see model.start)"
-)
-RIVALS = (
-    "rivals, which predict the same rows without the model (differences are model minus rival):"
-)
+NO_RIVAL = "test.tsv has no predictions of a rival (see model.start), so there are no differences"
+RIVALS = "rivals, which predict these rows without the model (differences are model minus rival):"
 DIFFERENCE = "difference (95 % CI)"
-# Titles of the columns that follow the columns of `METRICS` and of their rivals.
+# Titles of metrics. Those that are not in `METRICS` follow the columns of `METRICS`, in this order.
 TITLES = {
+    "row_pearson": "Pearson within rows",
     "mse_top20": "MSE of 20 largest scores",
     "spearman": "Spearman",
     "r2": "R2",
     "mse": "MSE",
     "auroc": "AUROC",
-    "average_precision": "average precision",
-    "within_1_sd": "share within 1 sd (ideal: 0.68)",
-    "within_2_sd": "share within 2 sd (ideal: 0.95)",
 }
 
 
@@ -213,9 +205,6 @@ def compare(runs: Sequence[str | Path]) -> dict[str, Any]:
     - `figures`: the test metrics of each run, by folder;
     - `mean` and `sd`: mean and standard deviation over the runs of these metrics;
     - `ensemble`: the metrics of the mean prediction of the runs;
-    - `best_two`: the two `runs` with the best first metric, the `difference` in this metric, and
-      `gain`, the 95 % interval of the difference. Both runs are evaluated on the same resampled
-      test rows;
     - `rivals` or `no_rivals`: as in `analyse_run`, with differences from the ensemble.
 
     Runs with different test rows are folds of a cross-validation. `folds` is then {first run of the
@@ -264,7 +253,6 @@ def metrics_of_runs(members: dict[str, Results]) -> tuple[dict[str, Any], Result
         analysis["results"] = best_first(analysis["results"])
         analysis |= metrics_of_each(members, loss)
         analysis["ensemble"] = metrics_of_all(rows, loss)
-        analysis["best_two"] = difference_of_best(members, loss)
         analysis |= rivals
     else:
         analysis |= metrics_of_each(of_folds, loss)
@@ -394,19 +382,14 @@ def columns_beside(rivals: Collection[str]) -> dict[str, str]:
 
     The columns of rivals follow the model's column of the same metric.
     """
-    titles = {"n": "rows", "rows": "incl. unscored rows", "pearson": "Pearson"}
-    for rival in rivals:
-        titles[f"{rival}_pearson"] = f"{rival} Pearson"
+    titles = {"n": "rows", "rows": "incl. unscored rows"}
+    for metric in [*with_pearson(), "row_pearson"]:
+        title = TITLES.get(metric, metric.replace("_", " ").capitalize())
+        titles[metric] = title
+        for rival in rivals:
+            titles[f"{rival}_{metric}"] = f"{rival} {title}"
+        titles[name_of_gain(metric)] = f"{title} {DIFFERENCE}"
     titles["gain"] = DIFFERENCE
-    for metric in with_pearson():
-        if metric != "pearson":
-            titles[metric] = metric.replace("_", " ").capitalize()
-            for rival in rivals:
-                titles[f"{rival}_{metric}"] = f"{rival} {titles[metric]}"
-            titles[name_of_gain(metric)] = f"{titles[metric]} {DIFFERENCE}"
-    titles["row_pearson"] = "Pearson within rows"
-    for rival in rivals:
-        titles[f"{rival}_row_pearson"] = f"{rival} Pearson within rows"
     return titles | TITLES
 
 
@@ -434,17 +417,7 @@ def lines_of_runs(analysis: dict, rivals: Collection[str]) -> list[str]:
         lines = text_table(rows, columns_beside(rivals))
         return [*lines, "", "rows of all folds:", *lines_of_run(analysis["all_folds"], rivals)]
     rows.append(("ensemble", analysis["ensemble"]))
-    lines = text_table(rows, columns_beside(rivals))
-    best_two = analysis["best_two"]
-    best, second = best_two["runs"]
-    difference = cell(best_two["difference"])
-    interval = cell(best_two["gain"])
-    metric = columns_beside(rivals)[first_metric(analysis["ensemble"])]
-    lines.append(
-        f"best two runs: {metric} of {best} minus {second} is {difference}, "
-        f"95 % interval {interval}"
-    )
-    return lines + lines_of_rivals(analysis, rivals)
+    return text_table(rows, columns_beside(rivals)) + lines_of_rivals(analysis, rivals)
 
 
 def lines_of_rivals(analysis: dict, rivals: Collection[str]) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 import metrics
-from analyse_results import Results, are_equal_in_files
+from analyse_results import Results
 from losses import LOSSES
 from metrics import apply, first_metric, outputs_of
 from run_progress import progress_bar
@@ -86,9 +86,8 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
     means = nanmeans(target_metrics(rows, loss))
     num_scored = int((~y.isnan()).any(dim=1).sum())
     by_name = {"n": num_scored, **means}
-    rival = next(iter(rows.rivals), None)
-    if rival is not None:
-        by_name |= gains(rows, {"prediction": rows.rivals[rival]}, cluster, resamples)
+    if rows.rivals:
+        by_name |= gains(rows, cluster, resamples)
     by_name["cells"] = int((~y.isnan()).sum())
     if num_scored < len(y):
         by_name["rows"] = len(y)
@@ -97,20 +96,21 @@ def metrics_of_rows(rows: Results, cluster: Tensor, loss: str, resamples: int) -
     return by_name
 
 
-def gains(rows: Results, others: dict[str, Tensor], cluster: Tensor, resamples: int) -> dict:
-    """Returns 95 % intervals of the difference in each metric between predictions and others.
+def gains(rows: Results, cluster: Tensor, resamples: int) -> dict:
+    """Returns 95 % intervals of the difference in each metric between the model and a rival.
 
-    `others` are the other predictions by name, [n, T] each; their metric is subtracted. The
-    intervals are by `name_of_gain`. The metrics are `with_pearson`, except for metrics that need
-    predictions that `others` does not contain. Rows are drawn as in `resampled_pearson`.
+    The rival is the first one in `rows`; its metric is subtracted. The intervals are by
+    `name_of_gain`. The metrics are `with_pearson`, except for metrics that need predictions that
+    rivals do not have, such as an `sd`. Rows are drawn as in `resampled_pearson`.
     """
+    of_rival = {"prediction": next(iter(rows.rivals.values()))}
     intervals = {}
     for name, metric in with_pearson().items():
-        if outputs_of(metric, but=others):
+        if outputs_of(metric, but=of_rival):
             continue
         values = []
         means = []
-        for predictions in (rows.predictions, others):
+        for predictions in (rows.predictions, of_rival):
             values.append(resampled(metric, rows, predictions, cluster, resamples))
             means.append(apply(metric, rows.y, predictions, rows.row_weight).nanmean())
         differences = values[0] - values[1]
@@ -127,7 +127,7 @@ def with_pearson() -> dict[str, Callable[..., Tensor]]:
 
 def name_of_gain(metric: str) -> str:
     """Returns the name of a metric's interval: `gain` for `pearson`, `x_gain` for a metric `x`."""
-    return f"{metric}_gain".replace("pearson_gain", "gain")
+    return "gain" if metric == "pearson" else f"{metric}_gain"
 
 
 def nanmeans(each: dict[str, Tensor]) -> dict[str, float]:
@@ -144,9 +144,9 @@ def profile_metrics(rows: Results) -> dict[str, float]:
     """
     largest = rows.y.abs().nan_to_num().topk(PROFILE, dim=1).indices
     error = (rows.prediction - rows.y).square().gather(1, largest)
-    each = {"row_pearson": pearson_of_rows(rows.y, rows.prediction)}
+    each = {"row_pearson": metrics.pearson(rows.y.T, rows.prediction.T)}
     for name, prediction in rows.rivals.items():
-        each[f"{name}_row_pearson"] = pearson_of_rows(rows.y, prediction)
+        each[f"{name}_row_pearson"] = metrics.pearson(rows.y.T, prediction.T)
     each["mse_top20"] = error
     return nanmeans(each)
 
@@ -154,12 +154,8 @@ def profile_metrics(rows: Results) -> dict[str, float]:
 def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     """Returns the metrics of each target by name, [T] each, nan if undefined.
 
-    The metrics of `with_pearson` are also computed for the rivals. Some metrics have a condition:
-
-    - If predictions have an `sd`, `within_1_sd` and `within_2_sd` are the shares of scores that are
-      at most 1 or 2 `sd` from the prediction.
-    - For binary scores, AUROC and average precision measure how well high predictions find the rows
-      with score 1. They are not weighted.
+    The metrics of `with_pearson` are also computed for the rivals. For binary scores, AUROC
+    measures how well high predictions find the rows with score 1. It is not weighted.
     """
     y = rows.y
     prediction = rows.prediction
@@ -168,14 +164,8 @@ def target_metrics(rows: Results, loss: str = "squared") -> dict[str, Tensor]:
     for metric in (metrics.mse, r2, metrics.pearson, metrics.spearman):
         each[metric.__name__] = metric(y, prediction, weight)
     each |= metrics.metrics_beside_rivals(y, rows.predictions, rows.rivals, weight, with_pearson())
-    if "sd" in rows.predictions:
-        deviations = (y - prediction).abs() / rows.predictions["sd"]
-        for k in (1, 2):
-            each[f"within_{k}_sd"] = metrics.mean_present((deviations <= k).double(), y, weight)
     if LOSSES[loss].is_binary:
-        certainty = metrics.as_ranked(y, prediction)
-        each["auroc"] = auroc(y == 1, certainty)
-        each["average_precision"] = average_precision(y == 1, certainty)
+        each["auroc"] = auroc(y == 1, metrics.as_ranked(y, prediction))
     return each
 
 
@@ -221,24 +211,6 @@ def metrics_of_all(rows: Results, loss: str) -> dict:
     return metrics_of_rows(rows, rows.cluster_numbers(), loss, resamples)
 
 
-def difference_of_best(members: dict[str, Results], loss: str) -> dict:
-    """Returns the two `runs` with the best `first_metric`, and the `difference` of this metric.
-
-    `gain` is the 95 % interval of the difference. Both runs are evaluated on the same drawn rows.
-    """
-    figures = metrics_of_each(members, loss)["figures"]
-    metric = first_metric(next(iter(figures.values())))
-    best, second = sorted(figures, key=lambda name: figures[name][metric], reverse=True)[:2]
-    rows = members[best]
-    resamples = number_of_resamples(rows.y.numel())
-    intervals = gains(rows, members[second].predictions, rows.cluster_numbers(), resamples)
-    return {
-        "runs": [best, second],
-        "difference": figures[best][metric] - figures[second][metric],
-        "gain": intervals[name_of_gain(metric)],
-    }
-
-
 # ---- Without the model ---------------------------------------------------------------------------
 def metrics_of_rivals(rows: Results, predictions: dict[str, Tensor], loss: str) -> dict[str, dict]:
     """Returns the metrics of each rival, sorted by `first_metric`, best rival first.
@@ -271,12 +243,14 @@ def with_rivals(predictions: dict[str, Tensor], rivals: dict[str, Tensor]) -> di
     """Returns `predictions` [n, T] by name, followed by the predictions of `rivals` in test.tsv.
 
     If a prediction equals the prediction of a rival in test.tsv, the rival is not added. Instead,
-    the prediction gets the name "<rival>: <name>".
+    the prediction gets the name "<rival>: <name>". The predictions are equal if they differ by at
+    most 1e-4 of their standard deviation over the rows, because numbers in files may be rounded.
     """
     for rival, of_rival in rivals.items():
+        tolerance = 1e-4 * of_rival.std(dim=0, correction=0)
         named = {}
         for name, prediction in predictions.items():
-            is_equal = are_equal_in_files(prediction, of_rival)
+            is_equal = ((prediction - of_rival).abs() <= tolerance).all()
             title = f"{rival}: {name}" if is_equal else name
             named[title] = prediction
         if named.keys() == predictions.keys():
@@ -293,11 +267,6 @@ def r2(y: Tensor, prediction: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     return (1 - metrics.mse(y, prediction, weight) / std.square()).where(is_defined, math.nan)
 
 
-def pearson_of_rows(y: Tensor, prediction: Tensor) -> Tensor:
-    """Returns Pearson's r over the targets of each row, [n], nan if undefined."""
-    return metrics.pearson(y.T, prediction.T)
-
-
 def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
     """Returns the AUROC for finding the `positive` rows, bool [n, T], by their certainty: [T].
 
@@ -310,24 +279,6 @@ def auroc(positive: Tensor, certainty: Tensor) -> Tensor:
     mean_rank = ranks.where(positive, math.nan).nanmean(dim=0)
     negatives_below = mean_rank - (num_positive + 1) / 2
     return negatives_below / num_negative
-
-
-def average_precision(positive: Tensor, certainty: Tensor) -> Tensor:
-    """Returns the average precision, [T], for the same arguments as `auroc`."""
-    num_positive = at_least_as_certain(certainty, positive)
-    num_rows = at_least_as_certain(certainty, ~certainty.isnan())
-    precision = num_positive / num_rows
-    return precision.where(positive, math.nan).nanmean(dim=0)
-
-
-def at_least_as_certain(certainty: Tensor, counted: Tensor) -> Tensor:
-    """Returns the number of rows in `counted` that are at least as certain as each row, [n, T].
-
-    `counted` is a mask of the rows that count, bool [n, T].
-    """
-    doubt = (-certainty).T.nan_to_num(math.inf).contiguous()
-    ordered = doubt.where(counted.T, math.inf).contiguous().sort(dim=1).values
-    return torch.searchsorted(ordered, doubt, right=True).T
 
 
 # ---- Resampled rows, and their intervals ---------------------------------------------------------
@@ -354,7 +305,10 @@ def resampled_pearson(
     ones = torch.ones_like(a)
     products = torch.stack([ones, a, b, a * a, b * b, a * b], dim=1)
     products *= (weight * present).unsqueeze(1)
-    count, *sums = resampled_sums(products, cluster, resamples).unbind(dim=1)
+    pairs, pair, num_clusters = pairs_of_clusters(cluster)
+    of_pairs = scatter(products, pair, dim_size=len(pairs)).flatten(start_dim=1)
+    sums = [drawn @ of_pairs for drawn in drawn_pairs(pairs, num_clusters, resamples)]
+    count, *sums = torch.cat(sums).unflatten(1, products.shape[1:]).unbind(dim=1)
     mean_a, mean_b, mean_aa, mean_bb, mean_ab = (total / count for total in sums)
     variance_a = mean_aa - mean_a.square()
     variance_b = mean_bb - mean_b.square()
@@ -374,33 +328,17 @@ def resampled(
     """Returns the mean over targets of one of `metrics.METRICS` in each resample of the rows, [R].
 
     Rows are drawn as in `resampled_pearson`. The weight of a row is multiplied by the number of
-    times that it is drawn. If all rows are in the same clusters, all resamples would be equal, and
-    the result is nan.
+    times that it is drawn.
     """
     if metric is metrics.pearson:
         prediction = predictions["prediction"]
         return resampled_pearson(rows.y, prediction, cluster, resamples, rows.row_weight)
     pairs, pair, num_clusters = pairs_of_clusters(cluster)
-    if len(pairs) < 2:
-        return rows.y.new_full((resamples,), math.nan)
     values = []
     for counts in drawn_pairs(pairs, num_clusters, resamples):
         for count in counts[:, pair].unsqueeze(2):  # [n, 1]
             values.append(apply(metric, rows.y, predictions, rows.row_weight * count).nanmean())
     return torch.stack(values)
-
-
-def resampled_sums(values: Tensor, cluster: Tensor, resamples: int) -> Tensor:
-    """Returns the sum of values [n, ...] over the rows of each resample, float64 [R, ...].
-
-    If all rows are in the same clusters, all resamples would be equal, and the result is nan.
-    """
-    pairs, pair, num_clusters = pairs_of_clusters(cluster)
-    if len(pairs) < 2:
-        return values.new_full((resamples, *values.shape[1:]), math.nan)
-    of_pairs = scatter(values, pair, dim_size=len(pairs)).flatten(start_dim=1)
-    sums = [count @ of_pairs for count in drawn_pairs(pairs, num_clusters, resamples)]
-    return torch.cat(sums).view(resamples, *values.shape[1:])
 
 
 def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -416,7 +354,11 @@ def pairs_of_clusters(cluster: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Tensor]:
-    """Yields how often each pair of clusters is drawn, float64 [32, pairs] for 32 resamples."""
+    """Yields how often each pair of clusters is drawn, float64 [32, pairs] for 32 resamples.
+
+    If there is only one pair, all resamples would be equal. These numbers are then nan, so that the
+    weighted metrics of the resamples are nan.
+    """
     generator = torch.Generator().manual_seed(0)
     for start in range(0, resamples, 32):
         counts = []
@@ -425,6 +367,8 @@ def drawn_pairs(pairs: Tensor, num_clusters: int, resamples: int) -> Iterator[Te
             counts.append(torch.bincount(drawn, minlength=num_clusters + 1).double())
         count = torch.stack(counts)  # how often each cluster is drawn, [32, C + 1]
         count[:, -1] = 1  # for rows without a second cluster
+        if len(pairs) < 2:
+            count.fill_(math.nan)
         first, second = count[:, pairs].unbind(dim=2)
         yield first * second
 

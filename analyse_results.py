@@ -192,15 +192,6 @@ def together(folds: list[Results]) -> Results:
     return replace(rows, unseen_genes=merged)
 
 
-def are_equal_in_files(prediction: Tensor, other: Tensor) -> bool:
-    """Returns whether two predictions [n, T] are equal up to the rounding in files.
-
-    They may differ by 1e-4 of the standard deviation of `other` over the rows.
-    """
-    tolerance = 1e-4 * other.std(dim=0, correction=0)
-    return bool(((prediction - other).abs() <= tolerance).all())
-
-
 # ---- Comparison of runs --------------------------------------------------------------------------
 def differing(described: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns {run: {key: value}} of the keys whose values differ between runs.

@@ -187,9 +187,8 @@ def pair_rival(tables: Tables, loss: str, cache_dir: str) -> dict[str, Tensor]:
     cases: scores are binary, fewer than `LEAST_ROWS` training rows have features that are not 0,
     the features of all rows do not fit in memory, or the optional part `model_pairs` is missing.
     """
-    if LOSSES[loss].is_binary or (tables.perturbed_ptr.diff() < 2).all():
-        return {}
-    if not is_here("model_pairs"):
+    has_pairs = tables.perturbed_ptr.diff().max() > 1
+    if LOSSES[loss].is_binary or not has_pairs or not is_here("model_pairs"):
         return {}
     from model_pairs import add_pair_features
 

@@ -35,12 +35,13 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
 
     Args:
         cache_dir: Folder of the file.
-        kind: First part of the file's name, such as "tables".
+        kind: First part of the file's name, such as "tables". A hash of `key` follows.
         key: Text with everything that the value depends on, such as hashes of the files that are
             read, and the `source_digest` of the function that reads them.
         build: Function that returns the value.
     """
-    path = cache_file(cache_dir, kind, key)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    path = Path(cache_dir, f"{kind}-{digest[:32]}.pt")
     if not os.path.exists(path):
         log.info(f"cache     writing {path}")
     with contextlib.ExitStack() as stack:
@@ -66,12 +67,9 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             if failure:
                 raise failure
             torch.save(content, temporary)
-            refused = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
-            if refused:
-                raise TypeError(f"torch.load would refuse {', '.join(refused)}: use tensors")
             os.replace(temporary, path)
         # torch.save raises RuntimeError on a full disk.
-        except (OSError, RuntimeError, TypeError) as error:
+        except (OSError, RuntimeError) as error:
             log.warning(
                 f"cache     {path} cannot be written, so its content is computed again in each "
                 f"run: {error}"
@@ -79,12 +77,6 @@ def cached(cache_dir: str, kind: str, key: str, build: Callable[[], Any]) -> Any
             with contextlib.suppress(OSError):
                 temporary.unlink()
     return content
-
-
-def cache_file(cache_dir: str, kind: str, key: str) -> Path:
-    """Returns the path of the file in which `cached` stores the value of a key."""
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return Path(cache_dir, f"{kind}-{digest[:32]}.pt")
 
 
 @functools.cache

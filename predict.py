@@ -208,8 +208,6 @@ def predict(settings: Settings, ddp: Distributed) -> None:
         if settings.parts:
             ensemble.check_parts()
         explainer = explainer_of(ensemble) if settings.explain else None
-        if not settings.explain:
-            check_names(ensemble.columns(settings.parts))
     changes = optional("run_changes")
     if changes is not None:
         ddp.check_equal(changes.code_digests())  # all modules that the models need are imported
@@ -226,23 +224,12 @@ def predict(settings: Settings, ddp: Distributed) -> None:
     write_table(settings, ensemble, survey, explainer)
 
 
-def check_names(columns: list[str]) -> None:
-    """Raises `UserError` if two output columns have the same name.
-
-    For example, the `sd` of a score `a` has the same name as the prediction of a score `a_sd`.
-    """
-    for name, count in Counter(columns).items():
-        if count > 1:
-            raise UserError(
-                f"two output columns would have the name {name}: use `Predictor` from Python"
-            )
-
-
 def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explainer: Any) -> None:
     """Writes the predictions of all rows or, with an `explainer`, their explanations.
 
     At the end, the log reports how many rows are extrapolations, and how many have sets of the
-    training rows. Raises `UserError` if the file cannot be written.
+    training rows. Raises `UserError` if the file cannot be written, or if two columns have the same
+    name. For example, this is the case for the `sd` of a score `a` and a score `a_sd`.
     """
     kind = "predictions"
     columns = ensemble.columns(settings.parts)
@@ -251,6 +238,10 @@ def write_table(settings: Settings, ensemble: Ensemble, survey: Survey, explaine
         kind = "explained"
         columns = ["score", *explainer.columns]
         lines_per_row = settings.explain * len(ensemble.targets)
+    name, num_columns = Counter(columns).most_common(1)[0]
+    if num_columns > 1:
+        problem = f"{num_columns} output columns would have the name {name}"
+        raise UserError(f"{problem}: use `Predictor` from Python")
     output = settings.output(kind)
     header = "\t".join(["genes", *columns]) + "\n"
     bar = progress_bar(survey.num_rows, kind, " rows", is_shown=ensemble.ddp.rank == 0)

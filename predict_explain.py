@@ -20,6 +20,7 @@ Shapes: N nodes, n samples, B samples in a batch, H hidden channels, T targets, 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,31 +81,19 @@ def without_each(samples: Tables) -> Iterator[Tables]:
         yield replace(samples, **perturbations)
 
 
-class LargestChanges(NamedTuple):
-    """The nodes whose changes contribute most to B samples: K for each sample and target."""
-
-    node: Tensor  # long [B, T, K]
-    contribution: Tensor  # float64 [B, T, K], 0 for missing nodes
-
-    @classmethod
-    def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestChanges":
-        """Returns K empty entries, whose contributions are 0, for each sample and target."""
-        node = torch.zeros(num_samples, num_targets, number, dtype=torch.long)
-        return cls(node, node.double())
-
-
 def largest_changes(
     models: Sequence[KnockoutGNN],
     units: Sequence[Tensor],
     graph: SharedGraph,
     num_nodes: int,
     batch: Data,
-) -> LargestChanges:
-    """Returns the nodes whose state changes contribute most to each sample, on the CPU.
+) -> Tensor:
+    """Returns the nodes whose state changes contribute most to each sample, float64 [B, T, K, 2].
 
-    A contribution is a mean over the models. Models without a knock-out pass that can be explained
-    count as 0 in this mean. If all other models have readout=nodes, only the target's own node
-    contributes.
+    The last dimension has the contribution of a node, and the index of this node. The contribution
+    is 0 for missing nodes. It is a mean over the models. Models without a knock-out pass that can
+    be explained count as 0 in this mean. If all other models have readout=nodes, only the target's
+    own node contributes.
 
     Args:
         models, units: the models, and the scale of each model's predictions, float64 [T].
@@ -112,7 +101,7 @@ def largest_changes(
         num_nodes: K.
         batch: the samples.
     """
-    largest = LargestChanges.none(len(batch.y), len(units[0]), num_nodes)
+    largest = units[0].new_zeros(len(batch.y), len(units[0]), num_nodes, 2)
     explained = []
     for unit, model in zip(units, models, strict=True):
         if knockout_term(model) is not None:
@@ -123,8 +112,8 @@ def largest_changes(
         total = 0.0
         for unit, model in explained:
             total = total + unit * model.parts(graph, batch)["knockout"]
-        largest.node[:, :, 0] = knockout_term(model).target_nodes
-        largest.contribution[:, :, 0] = total / len(models)
+        largest[:, :, 0, 0] = total / len(models)
+        largest[:, :, 0, 1] = knockout_term(model).target_nodes
         return largest
     of_models = [contributions(model, graph, batch) for _, model in explained]
     for sample, of_sample in enumerate(zip(*of_models, strict=True)):
@@ -132,8 +121,7 @@ def largest_changes(
         for (unit, _), of_model in zip(explained, of_sample, strict=True):
             total = total + unit.unsqueeze(1) * of_model
         node = total.abs().topk(num_nodes, dim=1).indices
-        largest.node[sample] = node
-        largest.contribution[sample] = total.gather(1, node) / len(models)
+        largest[sample] = torch.stack([total.gather(1, node) / len(models), node], dim=2)
     return largest
 
 
@@ -187,45 +175,43 @@ def mean_gradient(readout: GlobalReadout, total: Tensor, num_columns: int) -> Te
     return torch.tensordot(step, gradients, dims=1)
 
 
-class Explanation(NamedTuple):
-    """The contributions to the predictions of n samples."""
-
-    prediction: Tensor  # float64 [n, T]
-    # Predictions for the samples of `without_each`, float64 [n, T, nodes of the largest sample].
-    without: Tensor
-    pairs: Sequence[Sequence[list[Contribution]]]  # up to K pairs for each sample and target
-    changes: LargestChanges
-
-
 def name_contributions(
-    explanation: Explanation, samples: Tables
+    samples: Tables,
+    predictions: Tensor,
+    without: Tensor,
+    pairs: Sequence[Sequence[list[tuple]]],
+    changes: Tensor,
 ) -> Iterator[list[list[Contribution]]]:
     """Yields up to K contributions to each score, for each sample.
 
     The knocked-out nodes come first, then pairs of them, and then the nodes whose states change. In
     each group, the largest contributions come first. Pairs and state changes with contribution 0
     are left out.
+
+    Args:
+        samples: n samples.
+        predictions: their predictions, float64 [n, T].
+        without: predictions for the samples of `without_each`, float64 [n, T, nodes of the largest
+            sample].
+        pairs: for each sample and target, up to K pairs, from `predict_pairs.name_pairs`.
+        changes: the result of `largest_changes`, float64 [n, T, K, 2].
     """
-    num_nodes = explanation.changes.node.size(2)
     ptr = samples.perturbed_ptr.tolist()
-    for row, of_targets in enumerate(explanation.pairs):
+    for row, of_targets in enumerate(pairs):
         perturbed = samples.perturbed[ptr[row] : ptr[row + 1]]
         names = [samples.genes[node] for node in perturbed]
         named = []
         for target, of_pairs in enumerate(of_targets):
-            prediction = explanation.prediction[row, target].item()
+            prediction = predictions[row, target].item()
             contributions = []
-            of_nodes = explanation.without[row, target, : len(names)].tolist()
-            for name, without in zip(names, of_nodes, strict=True):
-                contributions.append(Contribution(name, prediction - without, without=without))
+            for name, value in zip(names, without[row, target].tolist(), strict=False):
+                contributions.append(Contribution(name, prediction - value, without=value))
             contributions.sort(key=lambda each: -abs(each.contribution))
-            contributions += of_pairs
-            nodes = explanation.changes.node[row, target].tolist()
-            values = explanation.changes.contribution[row, target].tolist()
-            for node, value in zip(nodes, values, strict=True):
-                if value:
-                    contributions.append(Contribution(samples.genes[node], value))
-            named.append(contributions[:num_nodes])
+            contributions += [Contribution(*pair) for pair in of_pairs]
+            for contribution, node in changes[row, target].tolist():
+                if contribution:
+                    contributions.append(Contribution(samples.genes[int(node)], contribution))
+            named.append(contributions[: changes.size(2)])
         yield named
 
 
@@ -242,8 +228,20 @@ class Explainer:
         self.ensemble = ensemble
 
     def explain(self, samples: Tables, num_nodes: int) -> Iterator[list[list[Contribution]]]:
-        """Yields up to `num_nodes` contributions to each score, for each sample."""
-        return name_contributions(self.compute(samples, num_nodes), samples)
+        """Computes up to `num_nodes` contributions to each score.
+
+        Returns an iterator over the samples. Only the ranks that use it spend time on names.
+        """
+        ensemble = self.ensemble
+        predictions = ensemble.predict(samples)[:, :, 0]
+        without = [predictions.new_empty(*predictions.shape, 0)]
+        for others in without_each(samples):
+            without.append(ensemble.predict(others)[:, :, :1])
+        # Number of pairs in the largest sample.
+        num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))
+        pairs = self._pairs(samples, num_pairs)
+        changes = self._largest(largest_changes, samples, num_nodes, 2)
+        return name_contributions(samples, predictions, torch.cat(without, dim=2), pairs, changes)
 
     def lines(self, chunk: Chunk, num_nodes: int) -> Iterator[str]:
         """Explains the rows of a chunk, and returns an iterator over `num_nodes` lines per score.
@@ -268,48 +266,26 @@ class Explainer:
                 for _ in range(num_nodes - len(nodes)):
                     yield f"{genes}\t{target}" + "\t" * len(Contribution._fields) + "\n"
 
-    def compute(self, samples: Tables, num_nodes: int) -> Explanation:
-        """Returns the explanation of n samples, with up to `num_nodes` pairs and nodes for each."""
-        ensemble = self.ensemble
-        prediction = ensemble.predict(samples)[:, :, 0]
-        without = [prediction.new_empty(*prediction.shape, 0)]
-        for others in without_each(samples):
-            without.append(ensemble.predict(others)[:, :, :1])
-        # Number of pairs in the largest sample.
-        num_pairs = min(num_nodes, math.comb(len(without) - 1, 2))
-        pairs = self._pairs(samples, num_pairs)
-        none = LargestChanges.none(0, len(ensemble.targets), num_nodes)
-        changes = self._largest(largest_changes, none, samples, num_nodes)
-        return Explanation(prediction, torch.cat(without, dim=2), pairs, changes)
-
-    def _pairs(self, samples: Tables, number: int) -> list[list[list[Contribution]]]:
+    def _pairs(self, samples: Tables, number: int) -> list[list[list[tuple]]]:
         """Returns up to `number` pairs that contribute, for each sample and target.
 
         The lists are empty if no model has features of pairs, or if this optional part is missing.
         """
-        targets = self.ensemble.targets
         predict_pairs = optional("predict_pairs")
         models = self.ensemble.models
         if not number or predict_pairs is None or not any(map(predict_pairs.has_pairs, models)):
-            return [[[] for _ in targets] for _ in samples.y]
-        none = predict_pairs.LargestPairs.none(0, len(targets), number)
-        largest = self._largest(predict_pairs.largest_pairs, none, samples, number)
-        named = predict_pairs.name_pairs(largest, self.ensemble.graph, samples.genes)
-        pairs = []
-        for of_targets in named:
-            pairs.append([])
-            for of_target in of_targets:
-                pairs[-1].append([Contribution(*of_pair) for of_pair in of_target])
-        return pairs
+            return [[[] for _ in self.ensemble.targets] for _ in samples.y]
+        width = predict_pairs.NUM_COLUMNS
+        largest = self._largest(predict_pairs.largest_pairs, samples, number, width)
+        return predict_pairs.name_pairs(largest, self.ensemble.graph, samples.genes)
 
     def _largest(
-        self, function: Callable[..., NamedTuple], none: Any, samples: Tables, number: int
-    ) -> Any:
+        self, function: Callable[..., Tensor], samples: Tables, number: int, width: int
+    ) -> Tensor:
         """Applies `largest_changes` or `largest_pairs` to n samples, batch by batch, on all ranks.
 
-        Returns a named tuple like the result of the function, whose fields are [n, T, number, ...],
-        on the CPU. `none` is the result for 0 samples. Contributions that are rounding errors are
-        set to 0.
+        Returns the result of the function for all samples, float64 [n, T, number, width], on the
+        CPU. Contributions that are rounding errors are set to 0.
         """
         ensemble = self.ensemble
         graph = ensemble.graph
@@ -317,24 +293,13 @@ class Explainer:
         rows = torch.arange(len(samples.y))
         batch_size = evaluation_batch_size(ensemble.tasks[0])
         units = [task.criterion.std for task in ensemble.tasks]
-        widths = [math.prod(field.shape[3:]) for field in none]
-
-        def as_numbers(batch: Data) -> Tensor:  # as one float64 tensor, which ranks can sum
-            found = function(ensemble.models, units, graph, number, batch)
-            columns = []
-            for field, width in zip(found, widths, strict=True):
-                columns.append(field.double().view(*field.shape[:3], width))
-            return torch.cat(columns, dim=3)
-
-        shape = (len(ensemble.targets), number, sum(widths))
+        function = partial(function, ensemble.models, units, graph, number)
+        shape = (len(ensemble.targets), number, width)
         with ensemble.lock:
-            numbers = compute_rows(as_numbers, dataset, rows, batch_size, shape, ensemble.ddp)
-        fields = []
-        for field, columns in zip(none, numbers.split(widths, dim=3), strict=True):
-            fields.append(columns.reshape(len(rows), *field.shape[1:]).to(field.dtype))
-        largest = type(none)(*fields)
+            largest = compute_rows(function, dataset, rows, batch_size, shape, ensemble.ddp)
         least = NEGLIGIBLE * torch.stack(units).mean(dim=0).cpu().unsqueeze(1)  # [T, 1]
-        largest.contribution[largest.contribution.abs() < least] = 0.0
+        contribution = largest[..., 0]
+        contribution[contribution.abs() < least] = 0.0
         return largest
 
     def unexplained(self) -> list[str]:

@@ -11,7 +11,6 @@ Shapes: B samples in a batch, Q pairs in some samples, F features, T targets, K 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from model_pairs import (
 )
 
 MOST_FEATURES = 3  # number of features that are listed for a pair
+NUM_COLUMNS = 3 + MOST_FEATURES  # of the result of `largest_pairs`
 VALUES_AT_ONCE = 2**22  # largest number of values of a tensor; in double precision, 32 MB
 
 
@@ -92,36 +92,18 @@ def has_pairs(model: torch.nn.Module) -> bool:
     return isinstance(terms.get("pairs"), PairTerm)
 
 
-class LargestPairs(NamedTuple):
-    """The pairs that contribute most to B samples: K for each sample and target."""
-
-    nodes: Tensor  # long [B, T, K, 2]
-    contribution: Tensor  # float64 [B, T, K], 0 for missing pairs
-    # Indices of the features that contribute most, -1 for missing features; long
-    # [B, T, K, MOST_FEATURES].
-    feature: Tensor
-    # Whether the pair has this feature, such as an edge; bool [B, T, K, MOST_FEATURES].
-    has_feature: Tensor
-
-    @classmethod
-    def none(cls, num_samples: int, num_targets: int, number: int) -> "LargestPairs":
-        """Returns K empty entries, whose contributions are 0, for each sample and target."""
-        nodes = torch.zeros(num_samples, num_targets, number, 2, dtype=torch.long)
-        feature = nodes.new_full((*nodes.shape[:3], MOST_FEATURES), -1)
-        return cls(nodes, nodes[..., 0].double(), feature, feature >= 0)
-
-
 def largest_pairs(
     models: Sequence[KnockoutGNN],
     units: Sequence[Tensor],
     graph: SharedGraph,
     most: int,
     batch: Data,
-) -> LargestPairs:
-    """Returns the pairs that contribute most to each sample, on the CPU.
+) -> Tensor:
+    """Returns the pairs that contribute most to each sample, float64 [B, T, K, NUM_COLUMNS].
 
-    A contribution is a mean over the models. Models without features of pairs count as 0 in this
-    mean.
+    The last dimension has the contribution of a pair, the indices of its two nodes, and the
+    features that contribute most, from `largest_features`. The contribution is 0 for missing pairs.
+    It is a mean over the models. Models without features of pairs count as 0 in this mean.
 
     Args:
         models, units: the models, and the scale of each model's predictions, float64 [T].
@@ -129,7 +111,7 @@ def largest_pairs(
         most: K.
         batch: the samples.
     """
-    largest = LargestPairs.none(len(batch.y), len(units[0]), most)
+    largest = units[0].new_zeros(len(batch.y), len(units[0]), most, NUM_COLUMNS)
     index = pair_index(graph)
     features = features_of(graph, batch)
     parts = []
@@ -143,12 +125,10 @@ def largest_pairs(
     for pairs in whole_samples(batch, at_once):
         contribution = contributions_of_pairs(parts, index, pairs, at_once)
         place, number = largest_of_samples(contribution, pairs.sample, most)
-        feature, has_feature = largest_features(parts, index, pairs, number, at_once)
-        entry = (pairs.sample[number[:, 0]].cpu(), slice(None), place.cpu())
-        largest.nodes[entry] = pairs.nodes.T[number].cpu()
-        largest.contribution[entry] = (contribution.gather(0, number) / len(models)).cpu()
-        largest.feature[entry] = feature.cpu()
-        largest.has_feature[entry] = has_feature.cpu()
+        features_of_pairs = largest_features(parts, index, pairs, number, at_once)
+        mean = contribution.gather(0, number).unsqueeze(2) / len(models)
+        columns = torch.cat([mean, pairs.nodes.T[number], features_of_pairs], dim=2)
+        largest[pairs.sample[number[:, 0]], :, place] = columns
     return largest
 
 
@@ -197,15 +177,14 @@ def largest_of_samples(contribution: Tensor, sample: Tensor, most: int) -> tuple
 
 def largest_features(
     parts: Sequence[PairsPart], index: PairIndex, pairs: Pairs, number: Tensor, at_once: int
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Returns the features that contribute most to pairs, long [L, T, MOST_FEATURES].
 
-    `number` has the indices of the pairs, long [L, T], from `largest_of_samples`. Missing features
-    are -1. The second tensor, a bool of the same shape, is True if the pair has the feature. For
-    example, a pair without an edge does not have the feature `edge`, but this can contribute, too.
+    `number` has the indices of the pairs, long [L, T], from `largest_of_samples`. Missing entries
+    are -1. The lack of a feature can contribute, too, such as the lack of an edge. If a pair does
+    not have the feature f of F features, the entry is F + f.
     """
     largest = number.new_full((*number.shape, MOST_FEATURES), -1)
-    has_feature = torch.zeros_like(largest, dtype=torch.bool)
     num_features = len(index.names)
     for chosen in number.unique().split(at_once // num_features + 1):
         piece = pairs[chosen]
@@ -217,42 +196,36 @@ def largest_features(
             total = total + part.contributions(sample, shares.flatten(0, 1))
         total = total.unflatten(0, (len(chosen), num_features))  # [pairs, F, T]
         feature = total.abs().topk(MOST_FEATURES, dim=1).indices
-        is_there = (features != 0).unsqueeze(2).expand_as(total).gather(1, feature)
+        is_lacking = (features == 0).unsqueeze(2).expand_as(total).gather(1, feature)
         contributes = total.gather(1, feature) != 0
+        entry = (feature + num_features * is_lacking).where(contributes, -1)
         line, target = torch.isin(number, chosen).nonzero().unbind(1)
         place = torch.searchsorted(chosen, number[line, target])
-        largest[line, target] = feature.where(contributes, -1)[place, :, target]
-        has_feature[line, target] = (is_there & contributes)[place, :, target]
-    return largest, has_feature
+        largest[line, target] = entry[place, :, target]
+    return largest
 
 
 def name_pairs(
-    largest: LargestPairs, graph: SharedGraph, genes: Sequence[str]
+    largest: Tensor, graph: SharedGraph, genes: Sequence[str]
 ) -> list[list[list[tuple[str, float, str]]]]:
     """Returns the pairs that contribute to each sample and target, with names.
 
     A pair is a tuple: the names of its nodes `A,B`, its contribution, and the names of its features
     separated by commas. A comma in the name of a feature is written as `\\,`. A feature that the
-    pair does not have begins with `no `.
+    pair does not have begins with `no `. `largest` is the result of `largest_pairs`.
     """
     feature_names = [name.replace(",", r"\,") for name in pair_names(graph)]
+    feature_names += [f"no {name}" for name in feature_names]
 
-    def name_pair(
-        nodes: list[int], value: float, features: list[int], has: list[bool]
-    ) -> tuple[str, float, str]:
-        first, second = nodes
-        named = []
-        for feature, has_feature in zip(features, has, strict=True):
-            if feature >= 0:
-                name = feature_names[feature]
-                named.append(name if has_feature else f"no {name}")
-        return f"{genes[first]},{genes[second]}", value, ",".join(named)
+    def name_pair(contribution: float, *numbers: float) -> tuple[str, float, str]:
+        first, second, *features = map(int, numbers)
+        names = [feature_names[feature] for feature in features if feature >= 0]
+        return f"{genes[first]},{genes[second]}", contribution, ",".join(names)
 
     samples = []
-    for of_sample in zip(*(field.tolist() for field in largest), strict=True):
+    for of_sample in largest.tolist():
         targets = []
-        for of_target in zip(*of_sample, strict=True):
-            pairs = [name_pair(*of_pair) for of_pair in zip(*of_target, strict=True)]
-            targets.append([pair for pair in pairs if pair[1]])
+        for of_target in of_sample:
+            targets.append([name_pair(*pair) for pair in of_target if pair[0]])
         samples.append(targets)
     return samples

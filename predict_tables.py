@@ -108,13 +108,10 @@ def notes_on_leaks(file: str, tables: Tables) -> Iterator[str]:
 
 def tables_of_graph(fields: dict[str, Any]) -> Tables:
     """Returns tables without samples, given `fields_of_graph`."""
-    no_samples = {
-        "perturbed": torch.empty(0, dtype=torch.long),
-        "perturbed_ptr": torch.zeros(1, dtype=torch.long),
-        "y": torch.empty(0, len(fields["targets"]), dtype=torch.float64),
-        "split": torch.empty(0, dtype=torch.int8),
-    }
-    tables = Tables(**fields, **no_samples)
+    empty = torch.empty(0, dtype=torch.long)
+    no_samples = pack(empty, empty, empty.double(), 0)
+    y = torch.empty(0, len(fields["targets"]), dtype=torch.float64)
+    tables = Tables(**fields, **no_samples, y=y, split=empty.to(torch.int8))
     tables.edge_index = tables.edge_index.long()
     tables.edge_type = tables.edge_type.long()
     return tables
@@ -192,13 +189,11 @@ def read_sets(
     for rows in read_rows(path, header, skip_blank=False, has_bar=has_bar):
         begin = end
         end += len(rows.lines)
-        start = max(first, begin)
-        while start < min(last, end):
+        for start in range(max(first, begin), min(last, end), most):
             stop = min(start + most, last, end)
             part = slice(start - begin, stop - begin)
             cells = {name: column[part] for name, column in rows.cells.items()}
             yield chunk_of(replace(rows, lines=rows.lines[part], cells=cells), tables)
-            start = stop
         if end >= last:
             return
 

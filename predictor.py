@@ -111,10 +111,8 @@ def note_other_code(run: Run) -> None:
     changes = optional("run_changes")
     if changes is None:
         return
-    code = changes.code_digests()
     # Modules that only one of them has loaded do not matter: a notebook may load more modules.
-    of_run = code.keys() & run.checkpoint.get("code", code).keys()
-    edited = changes.other_code(run.checkpoint, {file: code[file] for file in of_run})
+    edited = changes.other_code(run.checkpoint, changes.code_digests())
     if edited:
         log.warning(f"note      {run.file} was trained with {edited}")
 

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ log = logging.getLogger("run_changes")
 # The lines of environment.txt that are compared.
 COMPARED = "python|torch|CUDA|float32 matmul precision|torch-geometric|numpy"
 VERSION = re.compile(rf"^({COMPARED}): (.*)", re.M)
-# Files with these prefixes do not affect the numbers of a model.
 OLD_LENGTH = 12  # characters of the code digests in checkpoints of earlier versions
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)  # nodes that may have a docstring
+# Files with these prefixes do not affect the numbers of a model.
 NO_NUMBERS = ("ddp_", "run_", "predict", "analyse", "config.", "errors.", "parts.", "tests/")
 
 
@@ -117,15 +117,10 @@ def code_digests(*scripts: str) -> dict[str, str]:
     names = {name for name in {*sys.modules, *scripts} if name.partition(".")[0] in ours}
     places = [name.replace(".", "/") for name in names]
     files = [f"{place}{end}" for place in places for end in (".py", "/__init__.py")]
-    return hashes_of(file for file in files if not file.startswith(NO_NUMBERS))
-
-
-def hashes_of(files: Iterable[str]) -> dict[str, str]:
-    """Returns a hash of each of the files that exists in this folder, {file name: hash}."""
     digests = {}
     for file in sorted(files):
         path = FOLDER / file
-        if path.is_file():
+        if path.is_file() and not file.startswith(NO_NUMBERS):
             digests[file] = code_digest(path)[:16]
     return digests
 

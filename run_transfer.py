@@ -98,7 +98,6 @@ def take_parameters(model: nn.Module, checkpoint: Mapping[str, Any], origin: Ori
     names_taken = ", ".join(taken)
     names_left = ", ".join(left)
     log.info(f"init      {checkpoint['file']}: copied {names_taken}; not copied: {names_left}")
-    note_lacking(checkpoint, origin)
 
 
 def same_but_for(dims: Collection[int], parameter: Tensor, saved: Tensor) -> bool:
@@ -144,20 +143,6 @@ def copy_entries(
         theirs.append(saved_places)
     parameter[np.ix_(*ours)] = saved[np.ix_(*theirs)].to(parameter)
     return counts
-
-
-def note_lacking(checkpoint: Mapping[str, Any], origin: Origin) -> None:
-    """Logs a warning for relations, features and targets that a checkpoint does not have."""
-    for kind in ("relations", "features", "targets"):
-        saved_names = checkpoint.get(kind, [])
-        lacking = [name for name in getattr(origin, kind) if name not in saved_names]
-        if lacking:
-            first = ", ".join(lacking[:10])
-            number = counted(len(lacking), kind.removesuffix("s"))
-            log.warning(
-                f"note      kept the initial parameters of {number} not in {checkpoint['file']}: "
-                f"{first}"
-            )
 
 
 def doses_of_effects(basis: Tensor | None) -> list[list[bool]]:

@@ -350,8 +350,7 @@ def logistic(design, y, held, weight):
 def figures(y, prediction, weight):
     a, b, weight = (values[~np.isnan(y)] for values in (y, prediction, weight))
     if not len(a):
-        names = ("mse", "pearson", "r2", "spearman", "auroc", "average_precision")
-        return dict.fromkeys(names, math.nan)
+        return dict.fromkeys(("mse", "pearson", "r2", "spearman", "auroc"), math.nan)
     mse = np.average(np.square(a - b), weights=weight)
     variance = np.average(np.square(a - np.average(a, weights=weight)), weights=weight)
     r = pearson(a, b, weight)
@@ -362,14 +361,12 @@ def figures(y, prediction, weight):
     ranked = ranked.astype(np.float32).astype(float)
     positive, negative = ranked[a == 1, None], ranked[a == 0]
     wins = (positive > negative).astype(int) - (positive < negative)
-    precision = [(a == 1)[ranked >= value].mean() for value in positive]
     return {
         "mse": mse,
         "pearson": r,
         "r2": math.nan if math.isnan(r) else 1 - mse / variance,
         "spearman": pearson(ranks(a), ranks(ranked), weight),
         "auroc": (1 + wins.mean()) / 2 if wins.size else math.nan,
-        "average_precision": np.mean(precision) if precision else math.nan,
     }
 
 

@@ -13,7 +13,6 @@ from torch.distributions import Normal
 import analyse_metrics
 from analyse import table, table_of_rivals
 from analyse_metrics import (
-    difference_of_best,
     interval,
     metrics_by_group,
     metrics_of_all,
@@ -77,7 +76,7 @@ def test_the_metrics_of_a_group_equal_the_metrics_of_its_rows(has_sd):
     assert "targets" not in metrics_by_group(make_rows(20))
 
 
-def test_a_metric_in_METRICS_has_columns_and_intervals_and_sorts_runs_and_rivals(monkeypatch):
+def test_a_metric_in_METRICS_has_columns_and_intervals_and_sorts_rivals(monkeypatch):
     """A metric that is 1 - Pearson's r has the same intervals, with the opposite sign."""
 
     def own(y, prediction, weight):
@@ -99,47 +98,26 @@ def test_a_metric_in_METRICS_has_columns_and_intervals_and_sorts_runs_and_rivals
     assert list(of_rivals) == ["bad", "good"]
     assert "own_gain" in of_rivals["bad"]
     assert " bad;" in table_of_rivals(of_rivals)[-1]
-    members = {}
-    for name, prediction in (("good", good), ("bad", bad)):
-        members[name] = replace(rows, predictions={"prediction": prediction})
-    best = difference_of_best(members, "squared")
-    assert best["runs"] == ["bad", "good"]
-    assert best["gain"][0] < best["difference"] < best["gain"][1]
 
 
-def test_metrics_that_need_an_sd_exist_for_each_group_and_sort_runs(monkeypatch):
-    """The shares of scores within 1 and 2 sd do not require an entry in METRICS.
-
-    Rivals do not have an sd, so they do not have these metrics.
-    """
+def test_metrics_that_need_an_sd_exist_for_each_group(monkeypatch):
+    """Rivals do not have an sd, so they do not have these metrics."""
     monkeypatch.setattr("metrics.METRICS", {"fit": log_likelihood})
     rows = make_rows(60)
     narrow = {"prediction": rows.prediction, "sd": 1 + normal(60, 1, seed=5).abs()}
     rows = replace(rows, predictions=narrow, weight=torch.linspace(1, 2, 60).double())
-    error = (rows.y - rows.prediction).abs() / narrow["sd"]
-    each = {"fit": Normal(rows.prediction, narrow["sd"]).log_prob(rows.y.nan_to_num())}
-    each |= {f"within_{k}_sd": (error <= k).double() for k in (1, 2)}
+    fit = Normal(rows.prediction, narrow["sd"]).log_prob(rows.y.nan_to_num())
     found = metrics_by_group(rows)
     for group, numbers in ((found, slice(60)), (found["by_deletions"]["1"], slice(1, 60, 6))):
         weight = (rows.row_weight * ~rows.y.isnan())[numbers]
-        for name, values in each.items():
-            expected = (values[numbers] * weight).sum() / weight.sum()
-            assert group[name] == pytest.approx(expected.item())
+        expected = (fit[numbers] * weight).sum() / weight.sum()
+        assert group["fit"] == pytest.approx(expected.item())
         assert not {"baseline_fit", "fit_gain"} & group.keys()
     header, *_ = table(found, rows.rivals)
-    assert re.findall("  Fit|share within [12] sd", header) == [
-        "  Fit",
-        "share within 1 sd",
-        "share within 2 sd",
-    ]
+    assert "  Fit" in header
     of_rivals = metrics_of_rivals(rows, {"bad": normal(60, 1, seed=9)}, "squared")
     assert list(of_rivals) == ["baseline", "bad"]  # by Pearson's r
     assert " baseline;" in table_of_rivals(of_rivals)[-1]
-    wide = {"prediction": rows.y.nan_to_num() + 0.1, "sd": 9 * narrow["sd"]}
-    members = {"wide": replace(rows, predictions=wide), "narrow": rows}
-    best = difference_of_best(members, "squared")
-    assert best["runs"] == ["narrow", "wide"]
-    assert best["gain"][0] < best["difference"] < best["gain"][1]
 
 
 def test_rows_are_grouped_by_level_if_all_their_genes_have_the_same_level():
@@ -198,15 +176,7 @@ def test_intervals_are_from_drawn_clusters(num_targets):
     rows.rivals = {"rival": normal(160, num_targets, seed=3)}
     found = metrics_by_group(rows)
     assert (found["sets_drawn"], found["genes_drawn"]) == (15, 25)
-    members = {
-        "rival": replace(rows, predictions={"prediction": rows.rivals["rival"]}),
-        "model": rows,
-    }
-    best_two = difference_of_best(members, "squared")
-    assert best_two["runs"] == ["model", "rival"]
     difference = found["pearson"] - found["rival_pearson"]
-    assert best_two["difference"] == pytest.approx(difference)
-
     cluster = one_each(torch.arange(160) // 4)
     gains = resampled_pearson(rows.y, rows.prediction, cluster, 100)
     gains -= resampled_pearson(rows.y, rows.rivals["rival"], cluster, 100)
@@ -214,7 +184,6 @@ def test_intervals_are_from_drawn_clusters(num_targets):
         gains += difference - gains.mean()
     expected = pytest.approx(interval(gains))
     assert found["gain"] == metrics_of_all(rows, "squared")["gain"] == expected
-    assert best_two["gain"] == expected
     of_rivals = metrics_of_rivals(rows, {}, "squared")
     assert of_rivals["rival"]["gain"] == expected
 

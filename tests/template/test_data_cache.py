@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -55,17 +54,6 @@ def test_the_cache_is_reused_while_its_inputs_are_unchanged(tmp_path, monkeypatc
     assert (undirected.edge_type == 1).sum() == 2
     assert len(calls) == 2
     assert not list(tmp_path.glob("cache/*.tmp"))
-
-
-def test_a_value_that_torch_load_would_refuse_is_not_written(tmp_path, caplog):
-    """Such as a custom field of `Tables` that is a numpy array. The warning names the type."""
-    content = {"own": np.zeros(3)}
-    for _ in range(2):
-        assert cached(tmp_path, "tables", "key", lambda: content) is content
-        assert "cannot be written" in caplog.text and "would refuse numpy" in caplog.text
-        assert "damaged" not in caplog.text
-        caplog.clear()
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_full_disk_only_disables_the_cache(tmp_path, monkeypatch, caplog):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import metrics
-from analyse_metrics import average_precision, r2
+from analyse_metrics import r2
 from data import training_mean_and_std
 from errors import UserError
 from losses import LOSSES
@@ -128,14 +128,3 @@ def test_constant_scores_have_no_r2_and_no_pearson():
     assert r2(y, prediction).isnan()
     assert pearson(y, prediction).isnan()
     assert mse(y, prediction) > 0
-
-
-def test_average_precision_of_several_targets_equals_that_of_each_target():
-    """torch.searchsorted does not warn about non-contiguous memory, which pytest makes an error."""
-    certainty = normal(40, 3)
-    certainty[::7, 1] = math.nan
-    positive = (normal(40, 3, seed=1) > 0.5) & ~certainty.isnan()
-    found = average_precision(positive, certainty)
-    for target in range(3):
-        alone = average_precision(positive[:, [target]], certainty[:, [target]])
-        torch.testing.assert_close(found[[target]], alone)

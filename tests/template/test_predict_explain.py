@@ -19,7 +19,7 @@ from predict_explain import (
     knockout_term,
     largest_changes,
 )
-from predict_pairs import LargestPairs, has_pairs, largest_pairs, name_pairs
+from predict_pairs import NUM_COLUMNS, has_pairs, largest_pairs, name_pairs
 from predictor import TERMS
 from tests.template.fixtures import write_table
 from tests.template.small_model import (
@@ -151,12 +151,12 @@ def test_contributions_are_means_over_models_in_the_unit_of_each(shared):
         for model, unit in zip(models, units, strict=True):
             for row, (of_nodes,) in enumerate(contributions(model, shared, batch)):
                 expected[row] += unit * of_nodes / 2
-    assert torch.equal(two.contribution, found.contribution[:, :, :2])
+    assert torch.equal(two[..., 0], found[:, :, :2, 0])
+    contribution, node = found[:, 0].unbind(dim=2)
     by_node = torch.zeros_like(expected)
-    by_node.scatter_(1, found.node[:, 0], found.contribution[:, 0])
+    by_node.scatter_(1, node.long(), contribution)
     torch.testing.assert_close(by_node, expected)
-    sizes = found.contribution[:, 0].abs()
-    assert (sizes.diff(dim=1) <= 0).all()
+    assert (contribution.abs().diff(dim=1) <= 0).all()
 
 
 def test_with_readout_nodes_contributions_of_all_nodes_are_not_computed(shared, monkeypatch):
@@ -172,11 +172,11 @@ def test_with_readout_nodes_contributions_of_all_nodes_are_not_computed(shared, 
                 expected[row] += unit.unsqueeze(1) * of_targets / 2
         monkeypatch.delattr("predict_explain.contributions")
         found = largest_changes(models, units, shared, 3, batch)
-    node, contribution = found
+    contribution, node = found.unbind(dim=3)
     assert (node[:, :, 0] == target_nodes).all()
     assert (contribution[:, :, 1:] == 0).all()
     by_node = torch.zeros_like(expected)
-    by_node.scatter_add_(2, node, contribution)
+    by_node.scatter_add_(2, node.long(), contribution)
     torch.testing.assert_close(by_node, expected)
     assert expected.abs().max() > 0
 
@@ -192,9 +192,9 @@ def test_without_a_knockout_pass_no_state_change_contributes(shared):
             alone = largest_changes([model], units[:1], shared, 3, batch)
             none = largest_changes([other], units[:1], shared, 3, batch)
             both = largest_changes([other, model], units, shared, 3, batch)
-        assert not none.contribution.any()
-        assert torch.equal(both.node, alone.node)
-        torch.testing.assert_close(both.contribution, alone.contribution / 2)
+        assert not none[..., 0].any()
+        assert torch.equal(both[..., 1], alone[..., 1])
+        torch.testing.assert_close(both[..., 0], alone[..., 0] / 2)
 
 
 # ---- Pairs ---------------------------------------------------------------------------------------
@@ -258,24 +258,24 @@ def test_contributions_of_pairs_are_differences_of_the_term(shared, monkeypatch,
         for row, nodes in enumerate(PAIRS):
             expected = pairs_by_hand(models, shared, nodes)
             order = sorted(expected, key=lambda pair: -abs(expected[pair][0]))
-            of_row = [field[row, 0] for field in found]
-            for pair, *line in zip(order, *of_row, strict=False):
-                nodes_of_pair, value, feature, has_feature = (field.tolist() for field in line)
+            for pair, line in zip(order, found[row, 0].tolist(), strict=False):
+                value, *nodes_of_pair = line[:3]
                 contribution, *of_features = expected[pair]
                 assert value == pytest.approx(contribution, abs=1e-12)
                 if 6 in pair:  # node 6 is intact
-                    assert (value, feature) == (0, [-1, -1, -1])
+                    assert value == 0
                     continue
                 assert tuple(nodes_of_pair) == pair
-                assert feature == torch.tensor(of_features).abs().topk(3).indices.tolist()
                 features = pair_index(shared).of_pairs(*torch.tensor(pair).unsqueeze(1))[0]
-                assert has_feature == (features[feature] != 0).tolist()
-            assert not found.contribution[row, 0, len(order) :].any()
+                feature = torch.tensor(of_features).abs().topk(3).indices
+                assert line[3:] == (feature + len(features) * (features[feature] == 0)).tolist()
+            assert not found[row, 0, len(order) :, 0].any()
         two = largest_pairs(models, units, shared, 2, batch)
-    for field, of_two in zip(found, two, strict=True):
-        assert torch.equal(of_two, field[:, :, :2])
-    assert ((found.feature >= 0) & ~found.has_feature).any()
-    assert found.has_feature.any()
+    assert torch.equal(two, found[:, :, :2])
+    features = found[found[..., 0] != 0][:, 3:]
+    num_features = len(pair_index(shared).names)
+    assert ((features >= 0) & (features < num_features)).any()
+    assert (features >= num_features).any()
 
 
 @pytest.mark.parametrize("readout", ["both", "local"])
@@ -286,7 +286,7 @@ def test_the_pair_of_a_set_of_two_contributes_the_complete_term(shared, readout)
     with torch.no_grad():
         found = largest_pairs([model], units, shared.to("cpu", torch.float64), 1, batch)
         expected = 2 * model.parts(shared, batch)["pairs"]
-    torch.testing.assert_close(found.contribution[:, :, 0], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[:, :, 0, 0], expected, rtol=1e-12, atol=1e-12)
     assert (expected.abs() > 0.01).all()
 
 
@@ -307,18 +307,16 @@ def test_pairs_of_a_large_sample_are_computed_in_small_pieces(shared, monkeypatc
         monkeypatch.setattr(pair_index(shared), "of_pairs", counted)
         monkeypatch.setattr("predict_pairs.VALUES_AT_ONCE", 9 * len(pair_names(shared)))
         found = largest_pairs([model], units, shared, 3, batch)
-    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert max(sizes[1:]) <= 10
     assert len(sizes) > NUM_NODES * (NUM_NODES - 1) / 2 / 10
 
 
 def test_names_of_features_are_separated_by_commas(shared):
     pair_index(shared).names[:2] = ["edge by a,b", "common neighbours by a"]
-    largest = LargestPairs.none(num_samples=1, num_targets=2, number=2)
-    largest.nodes[0, 1, 0] = torch.tensor([3, 1])
-    largest.contribution[0, 1, 0] = 0.5
-    largest.feature[0, 1, 0, :2] = torch.tensor([1, 0])
-    largest.has_feature[0, 1, 0, 1] = True
+    lacking = 1 + len(pair_index(shared).names)
+    largest = torch.zeros(1, 2, 2, NUM_COLUMNS)
+    largest[0, 1, 0] = torch.tensor([0.5, 3, 1, lacking, 0, -1])
     ((of_first, of_second),) = name_pairs(largest, shared, ["A", "B", "C", "D"])
     assert of_first == []
     assert of_second == [("D,B", 0.5, r"no common neighbours by a,edge by a\,b")]

@@ -124,7 +124,6 @@ def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path)
     result = metrics_by_group(read_results(tmp_path / "runs/binary/test.tsv"), "binary")
     assert result["pearson"] == pytest.approx(test["pearson"], rel=1e-4)
     assert result["auroc"] > 0.95
-    assert result["average_precision"] > 0.9
     predict(0, "scores.tsv", "runs/binary").check()
     lines = (tmp_path / "scores.predictions.tsv").read_text().splitlines()[1:]
     values = [float(line.split("\t")[1]) for line in lines]
