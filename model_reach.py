@@ -328,16 +328,11 @@ def plan_route(
     route = message_passing
     if route == "auto":
         route = "reach" if num_planned >= min(2, num_layers) else "shared"
-    percentages = []
     for depth in range(num_planned):
         num_reached = sum(len(block.layers[depth].node) for block in blocks) / len(some_rows)
         planner.block = min(planner.block, max(1, int(planner.REACHED / max(1, num_reached))))
-        percentages.append(f"{100 * num_reached / graph.num_nodes:.2g}")
-    layers = f"{num_planned} of {counted(num_layers, 'layer')}"
-    changed = f"{' %, '.join(percentages)} % of the node states in {layers}"
-    if num_planned == 0:
-        changed = "too many node states to plan any layer"
-    return planner, f"a knock-out changes {changed}; message_passing={route}"
+    planned = f"{num_planned} of {counted(num_layers, 'layer')}"
+    return planner, f"only changed states are computed in {planned}; message_passing={route}"
 
 
 def use_plans(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:
