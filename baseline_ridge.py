@@ -97,6 +97,7 @@ class Design:
     """
 
     def __init__(self, doses: Doses):
+        self.doses = doses
         largest = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
         self.largest_dose = largest  # at least 1
         num_effects = doses.dose.size(1)
@@ -119,7 +120,10 @@ class Design:
             self.blocks.append(DesignBlock(nodes, transposed, line))
 
     def scaled(self, factor: Tensor) -> "Design":
-        """Returns the matrix with each perturbed node's doses multiplied by a factor, [total]."""
+        """Returns the matrix with each perturbed node's doses multiplied by a factor, [total].
+
+        Its attributes `doses` and `largest_dose` do not change.
+        """
         scaled = copy.copy(self)
         factors = factor.repeat_interleave(self.num_effects)
         sizes = [len(block.nodes.values()) for block in self.blocks]
