@@ -198,7 +198,8 @@ def rounds(
     least = objective(state)
     is_lower = True
     while is_lower:
-        # The coefficient of each response: u + v * share in the largest + w * share in the smallest.
+        # The coefficients of the responses: u + v * share in the largest + w * share in the
+        # smallest response.
         factor = state.weights @ state.shares
         of_factors = regression(design.scaled(factor))
         change = of_factors.improve(scaled_penalty, state.x) - state.x
