@@ -125,7 +125,7 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
     if host == "localhost" or host.startswith("127."):
         pass  # the torchrun processes choose the host themselves
     elif own_address == address or address.startswith("127."):
-        if answers(endpoint):
+        if answers(endpoint, timeout_s=0):
             end(
                 f"another program uses the port of RDZV={rdzv}: set the same free port on all "
                 "machines"
@@ -135,7 +135,7 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
             # This address is reserved for documentation, so the default route leads to it.
             own_address = source_of_route("192.0.2.1")
     else:
-        if not wait_for_answer(endpoint, timeout_s):
+        if not answers(endpoint, timeout_s):
             end(
                 f"nothing answered at RDZV={rdzv} for {timeout_s} s (RDZV_TIMEOUT): "
                 "start the same command on each machine"
@@ -191,23 +191,17 @@ def find_interface(address: str) -> str:
     return interface
 
 
-def answers(endpoint: tuple[str, int]) -> bool:
-    """Returns whether a program listens at the endpoint."""
-    try:
-        socket.create_connection(endpoint, timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def wait_for_answer(endpoint: tuple[str, int], timeout_s: int) -> bool:
+def answers(endpoint: tuple[str, int], timeout_s: int) -> bool:
     """Waits until a program listens at the endpoint; returns False after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
-    while not answers(endpoint):
-        if time.monotonic() >= deadline:
-            return False
+    while True:
+        try:
+            socket.create_connection(endpoint, timeout=5).close()
+            return True
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
         time.sleep(0.5)
-    return True
 
 
 def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:
