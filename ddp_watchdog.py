@@ -184,20 +184,12 @@ class Watchdog(threading.Thread):
             log_and_print(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
-        """Logs and prints the stack of the main thread, and ends this process."""
+        """Reports the stack of the main thread and the reason, and ends this process."""
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = "".join(traceback.format_stack(frame))
         log_and_print(f"stack of rank {self.ddp.rank} ({reason}):\n{stack}")
-        self.exit_now(reason)
-
-    def exit_now(self, reason: str) -> NoReturn:
-        """Publishes the reason of the failure, and ends this process with status 1."""
         self.ddp.publish_failure(reason)
         os._exit(1)  # sys.exit would only end this thread
-
-    def close(self) -> None:
-        self.finished.set()
-        self.join()
 
 
 def start_watchdog(ddp: Any) -> None:
@@ -218,4 +210,5 @@ def start_watchdog(ddp: Any) -> None:
     if ddp.world_size == 1:
         watchdog.patience = math.inf
     watchdog.start()
-    ddp.cleanup.callback(watchdog.close)
+    ddp.cleanup.callback(watchdog.join)
+    ddp.cleanup.callback(watchdog.finished.set)  # the last callback is called first

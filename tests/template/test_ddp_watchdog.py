@@ -85,7 +85,7 @@ def watched(
         raise EndedError(reason)
 
     thread.finished = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(thread, "exit_now", end)
+    monkeypatch.setattr(ddp, "publish_failure", end)
     monkeypatch.setattr(ddp_watchdog, "GRACE_S", 1)
     monkeypatch.setattr(ddp_watchdog, "SIGTERM_S", 1)
     return ddp, thread, beats
@@ -170,7 +170,7 @@ def test_frozen_ranks_are_reported_by_the_ranks_that_wait(monkeypatch, frozen):
         ddp.world_size = 8
         ddp.heartbeat = Heartbeat(step=3, phase="backward")
         thread = Watchdog(ddp, lambda: False)
-        thread.exit_now = lambda reason: sys.exit()  # ends the thread
+        ddp.publish_failure = lambda reason: sys.exit()  # ends the thread
         thread.store = store
         thread.finished = beats
         monkeypatch.setattr(thread, "watch_store", lambda: None)
