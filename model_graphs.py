@@ -60,7 +60,6 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
         ddp: the `ddp_setup.Distributed` of this rank.
     """
     model = state.model
-    graphed = None
     obstacle = obstacle_of_options(task)
     if not obstacle:
         num_rows = min(sampler.batch_size, len(sampler.rows))

@@ -5,7 +5,6 @@ predictions on copies of the graph.
 """
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from mask import SharedGraph
 from mask_product import CSR
 from model import GlobalReadout, KnockoutConv, KnockoutGNN, ModelConfig
 from model_nodes import NodeReadout
-from model_reach import is_exact, layers_of, plan_route, record_states, spmm
+from model_reach import SparseProduct, is_exact, layers_of, plan_route, record_states
 from model_reach_plan import ReachBlock, ReachedStates, ReachPlanner
 from tests.loops import DEAD, LEVELS, NUM_NODES, graph_of_9_nodes, make_batch
 from tests.sets import tables_of
@@ -332,7 +331,10 @@ def test_the_product_and_its_gradients_equal_a_dense_matrix(graph):
     contiguous = torch.randn(NUM_NODES, 6).double()
     transposed = torch.randn(6, NUM_NODES).double().T
     expanded = torch.randn(NUM_NODES, 1).double().expand(-1, 6)
-    function = partial(spmm, matrix, transpose)
+
+    def function(x: Tensor) -> Tensor:
+        return SparseProduct.apply(x, matrix, transpose)
+
     for x in (contiguous, transposed, expanded):
         torch.testing.assert_close(function(x), csr.to_dense() @ x)
     for x in (contiguous, transposed):
