@@ -6,7 +6,7 @@ node.
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -50,23 +50,19 @@ class DesignBlock:
     """A block of m consecutive rows of a `Design`."""
 
     nodes: Tensor  # sparse float64 [m, NK], the doses of the nodes
-    transposed: Tensor  # the transpose of `nodes`, [NK, m]
+    # Sparse int32 [NK, m], the place of each value of the transpose of `nodes` in `nodes.values()`.
+    places: Tensor
     line: Tensor  # float64 [m, 2]
 
     @cached_property
-    def order(self) -> Tensor:
-        """The position in the values of `nodes` of each value of `transposed`, long [values]."""
-        place = torch.arange(len(self.nodes.values()))
-        return with_values(self.nodes, place).to_sparse_csc().values()
+    def transposed(self) -> Tensor:
+        """The transpose of `nodes`, [NK, m]."""
+        return with_values(self.places, self.nodes.values().index_select(0, self.places.values()))
 
     def scaled(self, factor: Tensor) -> "DesignBlock":
         """Returns the same rows with each value of `nodes` multiplied by a factor, [values]."""
-        values = self.nodes.values() * factor
-        nodes = with_values(self.nodes, values)
-        transposed = with_values(self.transposed, values[self.order])
-        scaled = DesignBlock(nodes, transposed, self.line)
-        scaled.order = self.order
-        return scaled
+        nodes = with_values(self.nodes, self.nodes.values() * factor)
+        return replace(self, nodes=nodes)
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the prediction of each row, [m, T], given coefficients x [2 + NK, T]."""
@@ -98,10 +94,9 @@ class Design:
 
     def __init__(self, doses: Doses):
         self.doses = doses
-        largest = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
-        self.largest_dose = largest  # at least 1
+        # At least 1.
+        self.largest_dose = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
         num_effects = doses.dose.size(1)
-        self.num_effects = num_effects
         self.width = 2 + doses.num_nodes * num_effects
         number = torch.arange(num_effects)
         self.blocks = []
@@ -115,9 +110,10 @@ class Design:
                 doses.dose[entries].flatten(),
                 (len(ptr) - 1, doses.num_nodes * num_effects),
             )
-            transposed = nodes.to_sparse_csc().transpose(0, 1)
+            place = torch.arange(len(nodes.values()), dtype=torch.int32)
+            places = with_values(nodes, place).to_sparse_csc().transpose(0, 1)
             line = doses.line[first : first + ROWS_AT_ONCE]
-            self.blocks.append(DesignBlock(nodes, transposed, line))
+            self.blocks.append(DesignBlock(nodes, places, line))
 
     def scaled(self, factor: Tensor) -> "Design":
         """Returns the matrix with each perturbed node's doses multiplied by a factor, [total].
@@ -125,11 +121,10 @@ class Design:
         Its attributes `doses` and `largest_dose` do not change.
         """
         scaled = copy.copy(self)
-        factors = factor.repeat_interleave(self.num_effects)
+        factors = factor.repeat_interleave(self.doses.dose.size(1))
         sizes = [len(block.nodes.values()) for block in self.blocks]
-        scaled.blocks = []
-        for block, of_block in zip(self.blocks, factors.split(sizes), strict=True):
-            scaled.blocks.append(block.scaled(of_block))
+        pairs = zip(self.blocks, factors.split(sizes), strict=True)
+        scaled.blocks = [block.scaled(of_block) for block, of_block in pairs]
         return scaled
 
     def predict(self, x: Tensor) -> Tensor:
