@@ -344,7 +344,7 @@ def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tenso
     """
     y = targets.y
     to_fitted = targets.regression(design, y, targets.fitted, targets.std)
-    fit = y.new_zeros(design.width, y.size(1))
+    fit = y.new_zeros(2 + len(targets.scale), y.size(1))
     fit[0] = mean
     best = fit
     best_penalty = torch.ones_like(targets.scale)

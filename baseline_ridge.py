@@ -97,7 +97,6 @@ class Design:
         # At least 1.
         self.largest_dose = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
         num_effects = doses.dose.size(1)
-        self.width = 2 + doses.num_nodes * num_effects
         number = torch.arange(num_effects)
         self.blocks = []
         for first in range(0, len(doses.line), ROWS_AT_ONCE):

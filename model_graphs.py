@@ -225,8 +225,7 @@ class GraphedModel(nn.Module):
         if not (in_training and self.fits(batch) and self.is_as_captured()):
             return self.model(graph, batch)
         self._provide_gradients()
-        (replay,) = self.replay
-        return replay(*(batch[name] for name in self.shapes)).clone()
+        return self.replay[0](*(batch[name] for name in self.shapes)).clone()
 
     def fits(self, batch: Data) -> bool:
         """Returns whether a batch has the same fields and shapes as the captured batch."""

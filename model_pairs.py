@@ -285,6 +285,12 @@ def add_pair_features(
     index = pair_index(graph)
     dtype = graph.edge_weight.dtype
     size = len(dataset) * len(index.names) * dtype.itemsize
+
+    def compute() -> dict[str, Tensor]:
+        batches = batches_of(graph, dataset, torch.arange(len(dataset)), "pair features")
+        features = [index.of_samples(batch, dtype).cpu() for batch in batches]
+        return {"features": torch.cat(features)}
+
     if size > MOST_BYTES:
         log.warning(
             "note      pair features are computed for each batch, in data.workers if there are "
@@ -292,18 +298,10 @@ def add_pair_features(
         )
         if graph.is_on_gpu:
             index = copy.deepcopy(index).cpu()
-        function = partial(index.of_samples, dtype=dtype)
-        dataset.columns = {**dataset.columns, "pair_features": function}
-        return
-
-    def compute() -> dict[str, Tensor]:
-        rows = torch.arange(len(dataset))
-        batches = batches_of(graph, dataset, rows, "pair features")
-        features = [index.of_samples(batch, dtype).cpu() for batch in batches]
-        return {"features": torch.cat(features)}
-
-    key = f"{fingerprint} {dtype}"
-    features = cached_by_code(cache_dir, "pairs", PairIndex, key, compute)["features"]
+        features = partial(index.of_samples, dtype=dtype)
+    else:
+        key = f"{fingerprint} {dtype}"
+        features = cached_by_code(cache_dir, "pairs", PairIndex, key, compute)["features"]
     dataset.columns = {**dataset.columns, "pair_features": features}
 
 
