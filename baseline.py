@@ -166,7 +166,7 @@ def fit_targets(tables: Tables, basis: Tensor, loss: str, is_combined: bool) -> 
     if is_combined:
         of_whole_rows, _ = targets_of(tables, weight, std, loss, squares, whole=True)
         x, weights = combined_where_better(
-            tables, doses, design, of_whole_rows, weight, node_weight, additive
+            tables, design, of_whole_rows, weight, node_weight, additive
         )
     x, imputed = with_imputed(tables, node_weight, x)
     prediction = design.predict(x)
@@ -203,7 +203,6 @@ def with_imputed(tables: Tables, node_weight: Tensor, x: Tensor) -> tuple[Tensor
 
 def combined_where_better(
     tables: Tables,
-    doses: Doses,
     design: Design,
     targets: Targets,
     weight: Tensor,
@@ -223,12 +222,12 @@ def combined_where_better(
     is_judged = (judges > 0).sum(dim=0) >= LEAST_VALIDATED
     if not is_judged.any():
         return additive, weights
-    combined, combined_weights = combine(doses, design, targets, additive, is_judged)
+    combined, combined_weights = combine(design, targets, additive, is_judged)
     sums, _ = with_imputed(tables, node_weight, additive)
     others, _ = with_imputed(tables, node_weight, combined)
     predictions = []
     for t in range(others.size(1)):
-        function = Combination(doses, others[:, t : t + 1], combined_weights[:, t])
+        function = Combination(design.doses, others[:, t : t + 1], combined_weights[:, t])
         predictions.append(function.predict())
     prediction = torch.cat(predictions, dim=1)
     is_better = gains_enough(targets, judges, design.predict(sums), prediction)
@@ -345,7 +344,7 @@ def fit_validated(design: Design, targets: Targets, has_val: Tensor, mean: Tenso
     """
     y = targets.y
     to_fitted = targets.regression(design, y, targets.fitted, targets.std)
-    fit = y.new_zeros(design.width, y.size(1))
+    fit = y.new_zeros(2 + len(targets.scale), y.size(1))
     fit[0] = mean
     best = fit
     best_penalty = torch.ones_like(targets.scale)

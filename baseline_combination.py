@@ -15,8 +15,8 @@ node.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
 
@@ -64,13 +64,6 @@ class Combination:
         smallest = share_of_largest(-response, self.doses)
         return torch.stack([torch.ones_like(response), largest, smallest])
 
-    def factor(self) -> Tensor:
-        """Returns the coefficient of each perturbed node's response, float64 [total].
-
-        The coefficient is u + v * share in the largest + w * share in the smallest response.
-        """
-        return self.weights @ self.shares
-
     def predict(self) -> Tensor:
         """Returns the combination of each sample, float64 [n, 1]."""
         return self.features() @ self.line_and_weights()
@@ -107,22 +100,8 @@ def share_of_largest(response: Tensor, doses: Doses) -> Tensor:
     return is_largest / num_largest[sample].clamp(min=1)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Makes torch use one thread in the context.
-
-    The operations of the fits are so small that several threads would mostly wait for each other.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def combine(
-    doses: Doses, design: Design, targets: Targets, additive: Tensor, is_tried: Tensor
+    design: Design, targets: Targets, additive: Tensor, is_tried: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the coefficients x [2 + NK, T] and weights [3, T] of each target's best combination.
 
@@ -135,10 +114,13 @@ def combine(
     weights = additive.new_tensor(SUM).unsqueeze(1).repeat(1, additive.size(1))
     tried = is_tried.nonzero().flatten().tolist()
     num_fits = len(tried) * (len(STARTS) * len(PENALTIES) + MOST_SETTINGS)
-    with one_thread(), progress_bar(num_fits, "fitting combinations of responses") as bar:
+    with ExitStack() as undo, progress_bar(num_fits, "fitting combinations of responses") as bar:
+        # The operations of the fits are so small that several threads would mostly wait for each
+        # other.
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         for t in tried:
-            x_of_sum = additive[:, t : t + 1]
-            best = combine_target(doses, design, targets.of_target(t), x_of_sum, bar)
+            best = combine_target(design, targets.of_target(t), additive[:, t : t + 1], bar)
             if best is not None:
                 x[:, t] = best.x[:, 0]
                 weights[:, t] = best.weights
@@ -146,7 +128,7 @@ def combine(
 
 
 def combine_target(
-    doses: Doses, design: Design, target: Targets, additive: Tensor, bar: tqdm
+    design: Design, target: Targets, additive: Tensor, bar: tqdm
 ) -> Combination | None:
     """Returns the best combination for one target, or None if the sum of responses is better.
 
@@ -163,7 +145,7 @@ def combine_target(
     losses = {}  # {setting: its smallest loss so far}
     candidates = {}
     for setting in product(STARTS, PENALTIES):
-        of_setting = rounds(doses, design, target, target.fitted, additive, *setting)
+        of_setting = rounds(design, target, target.fitted, additive, *setting)
         candidates[setting] = enumerate(of_setting)
     settings = list(candidates)
     for num_rounds in ROUNDS:
@@ -181,24 +163,19 @@ def combine_target(
     candidate, setting, number = best
     if torch.equal(target.fitted, target.weight):
         return candidate
-    to_all = rounds(doses, design, target, target.weight, additive, *setting)
+    to_all = rounds(design, target, target.weight, additive, *setting)
     *_, last = islice(to_all, number + 1)
     return last
 
 
 def rounds(
-    doses: Doses,
-    design: Design,
-    target: Targets,
-    weight: Tensor,
-    additive: Tensor,
-    start: tuple[float, float, float],
-    penalty: float,
+    design: Design, target: Targets, weight: Tensor, additive: Tensor, start: tuple, penalty: float
 ) -> Iterator[Combination]:
     """Yields the combination after each round, until a round does not reduce the objective.
 
     The combinations are fitted to the scores of one target, with `weight` [n, 1]. The first one is
-    the sum of responses, fitted with this penalty.
+    the sum of responses, fitted with this penalty. `start` are the weights u, v and w from which
+    the fit starts.
 
     A round first fits the responses, for given weights u, v and w, and for given nodes with the
     largest and smallest responses. It then fits the weights for given responses. After that, other
@@ -216,15 +193,18 @@ def rounds(
         return regression(design).objective(scaled_penalty, state.x, state.predict())
 
     x = regression(design).improve(scaled_penalty, additive)
-    yield Combination(doses, x, additive.new_tensor(SUM))
-    state = Combination(doses, x, additive.new_tensor(start))
+    yield Combination(design.doses, x, additive.new_tensor(SUM))
+    state = Combination(design.doses, x, additive.new_tensor(start))
     least = objective(state)
     is_lower = True
     while is_lower:
-        of_factors = regression(design.scaled(state.factor()))
+        # The coefficients of the responses: u + v * share in the largest + w * share in the
+        # smallest response.
+        factor = state.weights @ state.shares
+        of_factors = regression(design.scaled(factor))
         change = of_factors.improve(scaled_penalty, state.x) - state.x
         for step in STEPS:
-            moved = Combination(doses, state.x + step * change, state.weights)
+            moved = replace(state, x=state.x + step * change)
             candidate = refit_weights(moved, target, weight)
             total = objective(candidate)
             is_lower = bool(total < least)

@@ -6,7 +6,7 @@ node.
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -50,23 +50,19 @@ class DesignBlock:
     """A block of m consecutive rows of a `Design`."""
 
     nodes: Tensor  # sparse float64 [m, NK], the doses of the nodes
-    transposed: Tensor  # the transpose of `nodes`, [NK, m]
+    # Sparse int32 [NK, m], the place of each value of the transpose of `nodes` in `nodes.values()`.
+    places: Tensor
     line: Tensor  # float64 [m, 2]
 
     @cached_property
-    def order(self) -> Tensor:
-        """The position in the values of `nodes` of each value of `transposed`, long [values]."""
-        place = torch.arange(len(self.nodes.values()))
-        return with_values(self.nodes, place).to_sparse_csc().values()
+    def transposed(self) -> Tensor:
+        """The transpose of `nodes`, [NK, m]."""
+        return with_values(self.places, self.nodes.values().index_select(0, self.places.values()))
 
     def scaled(self, factor: Tensor) -> "DesignBlock":
         """Returns the same rows with each value of `nodes` multiplied by a factor, [values]."""
-        values = self.nodes.values() * factor
-        nodes = with_values(self.nodes, values)
-        transposed = with_values(self.transposed, values[self.order])
-        scaled = DesignBlock(nodes, transposed, self.line)
-        scaled.order = self.order
-        return scaled
+        nodes = with_values(self.nodes, self.nodes.values() * factor)
+        return replace(self, nodes=nodes)
 
     def predict(self, x: Tensor) -> Tensor:
         """Returns the prediction of each row, [m, T], given coefficients x [2 + NK, T]."""
@@ -97,11 +93,10 @@ class Design:
     """
 
     def __init__(self, doses: Doses):
-        largest = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
-        self.largest_dose = largest  # at least 1
+        self.doses = doses
+        # At least 1.
+        self.largest_dose = torch.cat([doses.dose.abs().flatten(), doses.dose.new_ones(1)]).amax()
         num_effects = doses.dose.size(1)
-        self.num_effects = num_effects
-        self.width = 2 + doses.num_nodes * num_effects
         number = torch.arange(num_effects)
         self.blocks = []
         for first in range(0, len(doses.line), ROWS_AT_ONCE):
@@ -114,18 +109,21 @@ class Design:
                 doses.dose[entries].flatten(),
                 (len(ptr) - 1, doses.num_nodes * num_effects),
             )
-            transposed = nodes.to_sparse_csc().transpose(0, 1)
+            place = torch.arange(len(nodes.values()), dtype=torch.int32)
+            places = with_values(nodes, place).to_sparse_csc().transpose(0, 1)
             line = doses.line[first : first + ROWS_AT_ONCE]
-            self.blocks.append(DesignBlock(nodes, transposed, line))
+            self.blocks.append(DesignBlock(nodes, places, line))
 
     def scaled(self, factor: Tensor) -> "Design":
-        """Returns the matrix with each perturbed node's doses multiplied by a factor, [total]."""
+        """Returns the matrix with each perturbed node's doses multiplied by a factor, [total].
+
+        Its attributes `doses` and `largest_dose` do not change.
+        """
         scaled = copy.copy(self)
-        factors = factor.repeat_interleave(self.num_effects)
+        factors = factor.repeat_interleave(self.doses.dose.size(1))
         sizes = [len(block.nodes.values()) for block in self.blocks]
-        scaled.blocks = []
-        for block, of_block in zip(self.blocks, factors.split(sizes), strict=True):
-            scaled.blocks.append(block.scaled(of_block))
+        pairs = zip(self.blocks, factors.split(sizes), strict=True)
+        scaled.blocks = [block.scaled(of_block) for block, of_block in pairs]
         return scaled
 
     def predict(self, x: Tensor) -> Tensor:
@@ -180,25 +178,28 @@ class Targets:
 
 
 class NormalEquations:
-    """The normal equations of a ridge regression on a design, with weights [n, T] of y."""
+    """The normal equations of a ridge regression on a design, with weights [n, T] of y.
+
+    All methods have an argument `penalty` [NK, T], the penalty on the square of each effect.
+    """
 
     def __init__(self, design: Design, weight: Tensor):
         self.design = design
         self.weight = weight
         self.squares = design.collect_squared(weight)
 
-    def product(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+    def product(self, penalty: Tensor, x: Tensor) -> Tensor:
         """Returns the product of the matrix of the equations and x, [2 + NK, T]."""
         product = self.design.collect_predicted(x, self.weight)
         product[2:] += penalty * x[2:]
         return product
 
-    def diagonal(self, penalty: float | Tensor) -> Tensor:
+    def diagonal(self, penalty: Tensor) -> Tensor:
         """Returns the diagonal of the matrix of the equations, [2 + NK, T], with 1 instead of 0."""
         diagonal = torch.cat([self.squares[:2], self.squares[2:] + penalty])
         return diagonal.where(diagonal > 0, 1.0)
 
-    def gradient(self, residual: Tensor, penalty: float | Tensor, x: Tensor) -> Tensor:
+    def gradient(self, residual: Tensor, penalty: Tensor, x: Tensor) -> Tensor:
         """Returns the right side minus the matrix times x, [2 + NK, T].
 
         `residual` is y minus the prediction of x, [n, T].
@@ -208,12 +209,7 @@ class NormalEquations:
         return gradient
 
     def solve(
-        self,
-        residual: Tensor,
-        penalty: float | Tensor,
-        x: Tensor,
-        least: Tensor,
-        reduction: float = 0.0,
+        self, residual: Tensor, penalty: Tensor, x: Tensor, least: Tensor, reduction: float = 0.0
     ) -> Tensor:
         """Returns the solution of the equations, [2 + NK, T], by iterations that start from x.
 
@@ -228,46 +224,36 @@ class NormalEquations:
         return x + conjugate_gradients(partial(self.product, penalty), right, diagonal, least)
 
 
+@dataclass
 class Ridge:
-    """A linear ridge regression of y on a design.
+    """A linear ridge regression of y on a design."""
 
-    Args:
-        design: the design matrix.
-        y: the values that are fitted, [n, T].
-        weight: the weight of each value, 0 for values that are not fitted, [n, T].
-        std: the standard deviation of y, which is the unit of the tolerance, [T].
-        tolerance: a fit ends if the distance from the solution is at most this.
-        reduction: a step of a logistic regression also ends if the distance from the solution of
-            this step is at most this share of the distance at its start.
-    """
-
-    def __init__(
-        self,
-        design: Design,
-        y: Tensor,
-        weight: Tensor,
-        std: Tensor,
-        tolerance: float = TOLERANCE,
-        reduction: float = REDUCTION,
-    ):
-        self.design = design
-        self.y = y
-        self.weight = weight
-        self.tolerance = tolerance
-        self.reduction = reduction
-        # Large doses require a smaller tolerance: they multiply the errors of effects, and they
-        # make the equations ill-conditioned.
-        self.unit = std.square() / design.largest_dose**3
-        self.least = tolerance**2 * self.unit
+    design: Design
+    y: Tensor  # the values that are fitted, [n, T]
+    weight: Tensor  # weight of each value, 0 for values that are not fitted, [n, T]
+    std: Tensor  # standard deviation of y, the unit of the tolerance, [T]
+    tolerance: float = TOLERANCE  # a fit ends if the distance from the solution is at most this
+    # A step of a logistic regression also ends if the distance from the solution of this step is at
+    # most this share of the distance at its start.
+    reduction: float = REDUCTION
 
     # Factor of squared effects in `objective`. It is 1, because the squared errors are not halved.
     penalty_factor = 1.0
+
+    @property
+    def unit(self) -> Tensor:
+        """The square of the unit of the tolerance, [T].
+
+        Large doses require a smaller tolerance: they multiply the errors of effects, and they make
+        the equations ill-conditioned.
+        """
+        return self.std.square() / self.design.largest_dose**3
 
     @cached_property
     def equations(self) -> NormalEquations:
         return NormalEquations(self.design, self.weight)
 
-    def objective(self, penalty: float | Tensor, x: Tensor, prediction: Tensor) -> Tensor:
+    def objective(self, penalty: Tensor, x: Tensor, prediction: Tensor) -> Tensor:
         """Returns the objective of a fit at x [2 + NK, T]: the sum of losses and penalty, [T]."""
         penalties = self.penalty_factor * (penalty * x[2:].square()).sum(0)
         return (self.weight * self.loss(prediction, self.y)).sum(0) + penalties
@@ -285,11 +271,8 @@ class Ridge:
         """
         return y - prediction, torch.ones_like(y)
 
-    def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        """Returns the solution for a penalty, by iterations that start from x [2 + NK, T].
-
-        The penalty is a number or, with one penalty for each effect, [NK, T].
-        """
+    def fit(self, penalty: Tensor, x: Tensor) -> Tensor:
+        """Returns the solution for a penalty [NK, T], by iterations from x [2 + NK, T]."""
         x = self.improve(penalty, x)
         # Rounding errors add up over the iterations. A second solution, for the remaining residual,
         # removes them.
@@ -297,10 +280,10 @@ class Ridge:
             x = self.improve(penalty, x)
         return x
 
-    def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+    def improve(self, penalty: Tensor, x: Tensor) -> Tensor:
         """Returns x after a Newton step, which reaches the solution if the loss is squared."""
         residual = self.y - self.design.predict(x)
-        return self.equations.solve(residual, penalty, x, self.least)
+        return self.equations.solve(residual, penalty, x, self.tolerance**2 * self.unit)
 
 
 class LogisticRidge(Ridge):
@@ -313,19 +296,21 @@ class LogisticRidge(Ridge):
         return binary_cross_entropy_with_logits(prediction, y, reduction="none")
 
     @staticmethod
-    def linearise(prediction: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def linearise(
+        prediction: Tensor, y: Tensor, least_variance: float = 1e-3
+    ) -> tuple[Tensor, Tensor]:
         probability = prediction.sigmoid()
-        variance = variance_of(probability)
+        variance = (probability * (1 - probability)).clamp(min=least_variance)
         return (y - probability) / variance, variance
 
-    def fit(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+    def fit(self, penalty: Tensor, x: Tensor) -> Tensor:
         for _ in range(MOST_REWEIGHTINGS):
             if (self.error(penalty, x) <= REWEIGHTED * self.tolerance).all():
                 break
             x = self.improve(penalty, x)
         return x
 
-    def error(self, penalty: float | Tensor, x: Tensor) -> Tensor:
+    def error(self, penalty: Tensor, x: Tensor) -> Tensor:
         """Returns the distance of x from the solution, [T], in the unit of the tolerance."""
         residual, curvature = self.linearise(self.design.predict(x), self.y)
         equations = NormalEquations(self.design, self.weight * curvature)
@@ -333,16 +318,15 @@ class LogisticRidge(Ridge):
         distance = (gradient.square() / equations.diagonal(penalty)).sum(0)
         return (distance / self.unit).sqrt()
 
-    def improve(self, penalty: float | Tensor, x: Tensor) -> Tensor:
-        probability = self.design.predict(x).sigmoid()
-        variance = variance_of(probability, least=1e-15)
-        residual = (self.y - probability) / variance
-        equations = NormalEquations(self.design, self.weight * variance)
-        goal = equations.solve(residual, penalty, x, self.least, self.reduction)
-        change = goal - x
+    def improve(self, penalty: Tensor, x: Tensor) -> Tensor:
+        prediction = self.design.predict(x)
+        residual, curvature = self.linearise(prediction, self.y, least_variance=1e-15)
+        equations = NormalEquations(self.design, self.weight * curvature)
+        least = self.tolerance**2 * self.unit
+        change = equations.solve(residual, penalty, x, least, self.reduction) - x
         return x + self.step(penalty, x, change) * change
 
-    def step(self, penalty: float | Tensor, x: Tensor, change: Tensor) -> Tensor:
+    def step(self, penalty: Tensor, x: Tensor, change: Tensor) -> Tensor:
         """Returns the largest step of 1, 1/2, 1/4 ... that does not increase the objective, [T].
 
         `change` is a complete Newton step. It is too large if predictions are nearly 0 or 1.
@@ -359,11 +343,6 @@ class LogisticRidge(Ridge):
                 break
             step = step.where(~is_up, step / 2)
         return step
-
-
-def variance_of(probability: Tensor, least: float = 1e-3) -> Tensor:
-    """Returns the variance of a Bernoulli variable with this probability, at least `least`."""
-    return (probability * (1 - probability)).clamp(min=least)
 
 
 def conjugate_gradients(

@@ -125,17 +125,14 @@ def find_meeting(rdzv: str, timeout_s: int) -> tuple[str, str, str, str]:
     if host == "localhost" or host.startswith("127."):
         pass  # the torchrun processes choose the host themselves
     elif own_address == address or address.startswith("127."):
-        if answers(endpoint):
-            end(
-                f"another program uses the port of RDZV={rdzv}: set the same free port on all "
-                "machines"
-            )
+        if answers(endpoint, timeout_s=0):
+            end(f"another program uses the port of RDZV={rdzv}: set one free port on all machines")
         settings.append("is_host=1")
         if address.startswith("127."):
             # This address is reserved for documentation, so the default route leads to it.
             own_address = source_of_route("192.0.2.1")
     else:
-        if not wait_for_answer(endpoint, timeout_s):
+        if not answers(endpoint, timeout_s):
             end(
                 f"nothing answered at RDZV={rdzv} for {timeout_s} s (RDZV_TIMEOUT): "
                 "start the same command on each machine"
@@ -165,10 +162,7 @@ def source_of_route(address: str) -> str:
         try:
             probe.connect((address, 9))  # this does not send anything
         except OSError:
-            end(
-                f"RDZV: cannot reach {address}, because this machine has no route to it: check its "
-                "network, or set a different address"
-            )
+            end(f"RDZV: no route leads to {address}: check the network, or set a different host")
         return probe.getsockname()[0]
 
 
@@ -179,10 +173,7 @@ def find_interface(address: str) -> str:
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         _, interface, *_ = shown.split()
     except FileNotFoundError:
-        end(
-            "the command ip, which lists network interfaces, is not installed: install iproute2, "
-            "or set GLOO_SOCKET_IFNAME"
-        )
+        end("the command ip is not installed: install iproute2, or set GLOO_SOCKET_IFNAME")
     except (subprocess.CalledProcessError, ValueError):
         end(
             f"no network interface of this machine has the address {address}: "
@@ -191,23 +182,17 @@ def find_interface(address: str) -> str:
     return interface
 
 
-def answers(endpoint: tuple[str, int]) -> bool:
-    """Returns whether a program listens at the endpoint."""
-    try:
-        socket.create_connection(endpoint, timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def wait_for_answer(endpoint: tuple[str, int], timeout_s: int) -> bool:
+def answers(endpoint: tuple[str, int], timeout_s: int) -> bool:
     """Waits until a program listens at the endpoint; returns False after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
-    while not answers(endpoint):
-        if time.monotonic() >= deadline:
-            return False
+    while True:
+        try:
+            socket.create_connection(endpoint, timeout=5).close()
+            return True
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
         time.sleep(0.5)
-    return True
 
 
 def check_variables(nnodes: str, rdzv: str, timeout_s: str) -> None:

@@ -27,11 +27,7 @@ def choose_threads(num_processes: int) -> tuple[int, str]:
         num_processes: the number of processes on this machine, which share its CPUs.
     """
     num_bound = count_bound_cpus()
-    try:
-        quota = min(quotas(), default=float(num_bound))
-    # Files with an unexpected format are ignored, because training is possible without the quota.
-    except ValueError:
-        quota = float(num_bound)
+    quota = min(quotas(), default=float(num_bound))
     num_threads = max(1, int(min(num_bound, quota) / num_processes))
     reason = "1 CPU" if num_bound == 1 else f"{num_bound} CPUs"
     if quota < num_bound:
@@ -77,10 +73,9 @@ def quotas(file: Path = Path("/proc/self/cgroup"), root: Path = GROUPS) -> Itera
     if not file.exists():
         return
     for line in file.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers:  # a group of version 1
+        if not line.startswith("0::"):  # a group of version 1
             continue
-        group = PurePosixPath(path.lstrip("/"))
+        group = PurePosixPath(line.removeprefix("0::").lstrip("/"))
         for parent in [group, *group.parents]:
             with contextlib.suppress(OSError, ValueError):  # there is no file, or no limit ("max")
                 limit, period = (root / parent / "cpu.max").read_text().split()

@@ -35,34 +35,29 @@ class Observed(NamedTuple):
     stalled: int  # time since the observed rank last made progress
 
 
-class Signals:
-    """Detects SIGTERM as soon as it arrives, even if the main thread hangs.
+def detect_sigterm(cleanup: contextlib.ExitStack) -> Callable[[], bool]:
+    """Returns a function that returns whether a SIGTERM has arrived since its last call.
 
-    Python runs signal handlers in the main thread, between its instructions. A handler therefore
-    does not run during a call that never returns. This class reads the file to which Python writes
-    the numbers of all signals that have a handler in Python.
+    It detects SIGTERM as soon as it arrives, even if the main thread hangs. Python runs signal
+    handlers in the main thread, between its instructions. A handler therefore does not run during a
+    call that never returns. The function reads the file to which Python writes the numbers of all
+    signals that have a handler in Python. `cleanup` undoes this when it is closed.
     """
+    received, sender = os.pipe()
+    for end_of_pipe in (received, sender):
+        os.set_blocking(end_of_pipe, False)
+        cleanup.callback(os.close, end_of_pipe)
+    # Only the main thread can set this file.
+    if threading.current_thread() is threading.main_thread():
+        earlier_fd = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        cleanup.callback(signal.set_wakeup_fd, earlier_fd)
 
-    def __init__(self):
-        self.received, self.sender = os.pipe()
-        os.set_blocking(self.received, False)
-        os.set_blocking(self.sender, False)
-        self.undo = contextlib.ExitStack()
-        # Only the main thread can set this file.
-        if threading.current_thread() is threading.main_thread():
-            earlier_fd = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
-            self.undo.callback(signal.set_wakeup_fd, earlier_fd)
-
-    def has_sigterm(self) -> bool:
-        """Returns whether a SIGTERM has arrived since the last call."""
+    def has_sigterm() -> bool:
         with contextlib.suppress(BlockingIOError):
-            return signal.SIGTERM in os.read(self.received, 64)
+            return signal.SIGTERM in os.read(received, 64)
         return False
 
-    def close(self) -> None:
-        self.undo.close()
-        os.close(self.sender)
-        os.close(self.received)
+    return has_sigterm
 
 
 class Watchdog(threading.Thread):
@@ -95,9 +90,7 @@ class Watchdog(threading.Thread):
         self.seen = {}  # the `Observed` of each rank, by rank
 
     def run(self) -> None:
-        of_store = threading.Thread(
-            target=self.watch_store, name="watchdog of the store", daemon=True
-        )
+        of_store = threading.Thread(target=self.watch_store, name="store watchdog", daemon=True)
         of_store.start()
         heartbeat = None
         told_to_end = False
@@ -110,10 +103,9 @@ class Watchdog(threading.Thread):
             # A rank that waits in NCCL for a dead rank cannot handle torchrun's SIGTERM.
             told_to_end = told_to_end or self.has_sigterm()
             waited = waited + 1 if told_to_end and stalled else 0
-            silence_s = self.heartbeat_s * max(
-                [seen.silent for seen in self.seen.values()], default=0
-            )
-            limit_s = SIGTERM_AFTER_DEATH_S if silence_s > SILENCE_S else SIGTERM_S
+            silent = max((seen.silent for seen in self.seen.values()), default=0)
+            is_rank_dead = silent * self.heartbeat_s > SILENCE_S
+            limit_s = SIGTERM_AFTER_DEATH_S if is_rank_dead else SIGTERM_S
             if waited * self.heartbeat_s > limit_s:
                 reason = f"SIGTERM while waiting in {heartbeat.phase} of step {heartbeat.step}"
                 self.abort(self.ddp.first_failure(f"rank {self.ddp.rank}: {reason}")[0])
@@ -192,21 +184,12 @@ class Watchdog(threading.Thread):
             log_and_print(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
-        """Logs and prints the stack of the main thread, and ends this process."""
-        stack = "".join(
-            traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        )
+        """Reports the stack of the main thread and the reason, and ends this process."""
+        frame = sys._current_frames()[threading.main_thread().ident]
+        stack = "".join(traceback.format_stack(frame))
         log_and_print(f"stack of rank {self.ddp.rank} ({reason}):\n{stack}")
-        self.exit_now(reason)
-
-    def exit_now(self, reason: str) -> NoReturn:
-        """Publishes the reason of the failure, and ends this process with status 1."""
         self.ddp.publish_failure(reason)
         os._exit(1)  # sys.exit would only end this thread
-
-    def close(self) -> None:
-        self.finished.set()
-        self.join()
 
 
 def start_watchdog(ddp: Any) -> None:
@@ -223,10 +206,9 @@ def start_watchdog(ddp: Any) -> None:
     # writes status.json.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
-    signals = Signals()
-    ddp.cleanup.callback(signals.close)
-    watchdog = Watchdog(ddp, signals.has_sigterm)
+    watchdog = Watchdog(ddp, detect_sigterm(ddp.cleanup))
     if ddp.world_size == 1:
         watchdog.patience = math.inf
     watchdog.start()
-    ddp.cleanup.callback(watchdog.close)
+    ddp.cleanup.callback(watchdog.join)
+    ddp.cleanup.callback(watchdog.finished.set)  # the last callback is called first

@@ -60,7 +60,6 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
         ddp: the `ddp_setup.Distributed` of this rank.
     """
     model = state.model
-    graphed = None
     obstacle = obstacle_of_options(task)
     if not obstacle:
         num_rows = min(sampler.batch_size, len(sampler.rows))
@@ -69,11 +68,12 @@ def capture(step_parts: Any, state: Any, task: Any, sampler: Any, ddp: Any) -> A
         obstacle = obstacle_of_shape(shape, task, ddp)
     if not obstacle:
         dataset = replace(task.dataset, transform=shape)
-        rows_of_batches = (sampler.rows[:size], sampler.rows[-size:])
-        batches = [task.dataset.__getitems__(rows).to(ddp.device) for rows in rows_of_batches]
-        padded = [dataset.__getitems__(rows).to(ddp.device) for rows in rows_of_batches]
+        pairs = []
+        for rows in (sampler.rows[:size], sampler.rows[-size:]):
+            batch = task.dataset.__getitems__(rows).to(ddp.device)
+            pairs.append((batch, dataset.__getitems__(rows).to(ddp.device)))
         with ddp.phase("capturing"), undone(model, ddp.device_ids or []):
-            graphed, obstacle = try_to_capture(model, task, batches, padded)
+            graphed, obstacle = try_to_capture(model, task, pairs)
     # All ranks must make the same kind of steps: if one rank has an obstacle, all steps are eager.
     obstacle = next(filter(None, ddp.gather(obstacle)), "")
     if obstacle:
@@ -225,8 +225,7 @@ class GraphedModel(nn.Module):
         if not (in_training and self.fits(batch) and self.is_as_captured()):
             return self.model(graph, batch)
         self._provide_gradients()
-        (replay,) = self.replay
-        return replay(*(batch[name] for name in self.shapes)).clone()
+        return self.replay[0](*(batch[name] for name in self.shapes)).clone()
 
     def fits(self, batch: Data) -> bool:
         """Returns whether a batch has the same fields and shapes as the captured batch."""
@@ -414,7 +413,7 @@ def undone(model: nn.Module, devices: Sequence[int]) -> Iterator[None]:
 
 
 def try_to_capture(
-    model: nn.Module, task: Any, batches: Sequence[Data], padded: Sequence[Data]
+    model: nn.Module, task: Any, pairs: Sequence[tuple[Data, Data]]
 ) -> tuple[GraphedModel | None, str]:
     """Captures the model, and compares captured passes with eager passes.
 
@@ -423,8 +422,7 @@ def try_to_capture(
     Args:
         model: the model, whose parameters are changed.
         task: the task of training.
-        batches: some full training batches, on the GPU.
-        padded: the same batches with padding.
+        pairs: some full training batches, on the GPU, each without and with padding.
 
     Returns:
         The captured model, or None if the capture failed; and the reason why it must not be used,
@@ -433,7 +431,7 @@ def try_to_capture(
     optim = task.config.optim
     low = optim.autocast_dtype
     device = task.graph.device
-    for seed, pair in enumerate(zip(batches, padded, strict=True)):
+    for seed, pair in enumerate(pairs):
         for batch in pair:
             batch.seed = torch.full((), seed, device=device)
     model.train()
@@ -445,8 +443,8 @@ def try_to_capture(
             undone_if_failed(device),
             torch.autocast(device.type, low, enabled=low is not None, cache_enabled=False),
         ):
-            graphed = GraphedModel(model, task.graph, padded[0])
-        return graphed, first_difference(model, graphed, task, batches, padded)
+            graphed = GraphedModel(model, task.graph, pairs[0][1])
+        return graphed, first_difference(graphed, task, pairs)
     except Exception as error:  # drivers and models raise many kinds of errors
         log.warning(f"note      CUDA graphs cannot be captured: {reason(error)}")
         return None, "capturing them failed"
@@ -468,9 +466,6 @@ def undone_if_failed(device: torch.device) -> Iterator[None]:
     Without this, the stream of the capture would remain the current stream. In torch 2.11, the
     generator would also continue to wait for the end of the capture.
     """
-    if device.type != "cuda":
-        yield
-        return
     stream = torch.cuda.current_stream(device)
     try:
         yield
@@ -481,30 +476,24 @@ def undone_if_failed(device: torch.device) -> Iterator[None]:
         raise
 
 
-def first_difference(
-    model: nn.Module,
-    graphed: GraphedModel,
-    task: Any,
-    batches: Sequence[Data],
-    padded: Sequence[Data],
-) -> str:
+def first_difference(graphed: GraphedModel, task: Any, pairs: Sequence[tuple[Data, Data]]) -> str:
     """Compares the losses and gradients of captured passes and of eager passes.
 
-    Returns the reason why CUDA graphs must not be used, or "" if all losses and gradients are equal
-    up to rounding. The captured model gets the padded batches, so a model whose predictions depend
-    on padding is found, too.
+    `pairs` are some batches, each without and with padding. Returns the reason why CUDA graphs must
+    not be used, or "" if all losses and gradients are equal up to rounding. The captured model gets
+    the padded batches, so a model whose predictions depend on padding is found, too.
     """
     tolerance = torch.finfo(task.config.optim.autocast_dtype or task.config.optim.dtype).eps ** 0.5
-    for batch, padded_batch in zip(batches, padded, strict=True):
-        loss, gradients = loss_and_gradients(model, model, task, batch)
-        other_loss, other_gradients = loss_and_gradients(graphed, model, task, padded_batch)
-        if not graphed.fits(padded_batch):
+    for batch, padded in pairs:
+        loss, gradients = loss_and_gradients(graphed.model, task, batch)
+        other_loss, other_gradients = loss_and_gradients(graphed, task, padded)
+        if not graphed.fits(padded):
             return "full training batches differ in their shapes"
         if not (loss - other_loss).abs() <= tolerance * loss.abs():
             return describe_difference("the loss")
         largest = max(gradient.norm() for gradient in gradients.values())
         for name, gradient in gradients.items():
-            error = (other_gradients[name] - gradient).norm()
+            error = (other_gradients[f"model.{name}"] - gradient).norm()
             if not error <= tolerance * (gradient.norm() + 0.01 * largest):
                 return describe_difference(f"the gradient of {name}")
     return ""
@@ -524,7 +513,7 @@ def describe_difference(name: str) -> str:
 
 
 def loss_and_gradients(
-    function: nn.Module, model: nn.Module, task: Any, batch: Data
+    model: nn.Module, task: Any, batch: Data
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss of a batch, a scalar, and the gradients of the trained parameters by name.
 
@@ -532,8 +521,7 @@ def loss_and_gradients(
     `ValueError` for a trained parameter without a gradient.
 
     Args:
-        function: the function to compute the outputs: the model or its `GraphedModel`.
-        model: the model, whose parameters get the gradients.
+        model: the model or its `GraphedModel`, whose parameters get the gradients.
         task: the task, which computes the loss.
         batch: a batch on the GPU.
     """
@@ -541,7 +529,7 @@ def loss_and_gradients(
     torch.manual_seed(int(batch.seed))
     low = task.config.optim.autocast_dtype
     with torch.autocast(task.graph.device.type, low, enabled=low is not None):
-        output = function(task.graph, batch)
+        output = model(task.graph, batch)
     loss = task.loss(output, batch).sum()
     loss.backward()
     gradients = {}

@@ -12,7 +12,7 @@ columns each.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -53,37 +53,32 @@ class PairIndex(nn.Module):
     the relation leads from the node to the neighbour, or from the neighbour to the node. A node
     with a self-loop is its own neighbour. The weights of duplicate edges are added. The list is
     sorted by the key (node * R + relation) * N + neighbour. The entries of a node are therefore
-    adjacent, and a binary search finds the entry of a given neighbour.
-
-    Args:
-        edge_index: source and target of each edge, long [2, E].
-        relation: relation of each edge, long [E].
-        weight: positive weight of each edge, [E].
-        relations: name of each relation.
-        num_nodes: N.
+    adjacent, and a binary search finds the entry of a given neighbour. The edges have the weights
+    of the table of edges. The index is on the device of the graph.
     """
 
-    def __init__(
-        self,
-        edge_index: Tensor,
-        relation: Tensor,
-        weight: Tensor,
-        relations: Sequence[str],
-        num_nodes: int,
-    ):
+    def __init__(self, graph: SharedGraph):
         super().__init__()
-        self.num_nodes = num_nodes
-        self.relations = list(relations)
-        if len(relations) > MOST_RELATIONS:
+        self.num_nodes = graph.num_nodes
+        self.relations = [name for _, name, _ in graph.relations]
+        edge_index = graph.edge_index
+        relation = torch.repeat_interleave(graph.edge_counts)
+        weight = graph.edge_weight_as_given.double()
+        num_relations = len(self.relations)
+        if num_relations > MOST_RELATIONS:
+            log.info(
+                "note      pair features are computed only for the union of all relations, because "
+                f"there are {num_relations:,} relations"
+            )
             self.relations = [TOGETHER]
             relation = torch.zeros_like(relation)
-        elif len(relations) > 1:
+        elif num_relations > 1:
             self.relations.append(TOGETHER)
-            all_together = torch.full_like(relation, len(relations))
+            all_together = torch.full_like(relation, num_relations)
             edge_index = edge_index.repeat(1, 2)
             relation = torch.cat([relation, all_together])
             weight = weight.repeat(2)
-        self._add_entries(edge_index, relation, weight.double())
+        self._add_entries(edge_index, relation, weight)
         self._name_features()
 
     def _add_entries(self, edge_index: Tensor, relation: Tensor, weight: Tensor) -> None:
@@ -262,16 +257,7 @@ def pair_index(graph: SharedGraph) -> PairIndex:
     The first call builds the index, and stores it in the graph.
     """
     if not hasattr(graph, "pairs"):
-        relation = torch.repeat_interleave(graph.edge_counts)
-        names = [name for _, name, _ in graph.relations]
-        if len(names) > MOST_RELATIONS:
-            log.info(
-                "note      pair features are computed only for the union of all relations, because "
-                f"there are {len(names):,} relations"
-            )
-        graph.pairs = PairIndex(
-            graph.edge_index, relation, graph.edge_weight_as_given, names, graph.num_nodes
-        )
+        graph.pairs = PairIndex(graph)
     return graph.pairs
 
 
@@ -299,6 +285,12 @@ def add_pair_features(
     index = pair_index(graph)
     dtype = graph.edge_weight.dtype
     size = len(dataset) * len(index.names) * dtype.itemsize
+
+    def compute() -> dict[str, Tensor]:
+        batches = batches_of(graph, dataset, torch.arange(len(dataset)), "pair features")
+        features = [index.of_samples(batch, dtype).cpu() for batch in batches]
+        return {"features": torch.cat(features)}
+
     if size > MOST_BYTES:
         log.warning(
             "note      pair features are computed for each batch, in data.workers if there are "
@@ -306,18 +298,10 @@ def add_pair_features(
         )
         if graph.is_on_gpu:
             index = copy.deepcopy(index).cpu()
-        function = partial(index.of_samples, dtype=dtype)
-        dataset.columns = {**dataset.columns, "pair_features": function}
-        return
-
-    def compute() -> dict[str, Tensor]:
-        rows = torch.arange(len(dataset))
-        batches = batches_of(graph, dataset, rows, "pair features")
-        features = [index.of_samples(batch, dtype).cpu() for batch in batches]
-        return {"features": torch.cat(features)}
-
-    key = f"{fingerprint} {dtype}"
-    features = cached_by_code(cache_dir, "pairs", PairIndex, key, compute)["features"]
+        features = partial(index.of_samples, dtype=dtype)
+    else:
+        key = f"{fingerprint} {dtype}"
+        features = cached_by_code(cache_dir, "pairs", PairIndex, key, compute)["features"]
     dataset.columns = {**dataset.columns, "pair_features": features}
 
 

@@ -184,19 +184,16 @@ def update_of_reached(layer: KnockoutConv, change: Tensor, plan: ReachedStates) 
     by_relation = layer.out(change.index_select(0, plan.sender) * gate)  # [K, H]
     _, change_of_reached = change.tensor_split([len(change) - len(plan.previous)])
     by_root = nn.functional.linear(change_of_reached, layer.root.weight)
-    return spmm(plan.matrix, plan.transpose, torch.cat([by_relation, by_root]))
+    by_column = torch.cat([by_relation, by_root])
+    return SparseProduct.apply(by_column, plan.matrix, plan.transpose)
 
 
-def spmm(matrix: CSR, transpose: CSR, x: Tensor) -> Tensor:
-    """Returns matrix @ x, [M, H], in the dtype of x [columns, H].
+class SparseProduct(torch.autograd.Function):
+    """Computes matrix @ x, [M, H], in the dtype of x [columns, H].
 
     The backward pass uses `transpose`, which must be the transpose of the matrix [M, columns].
+    torch's own sparse product sorts the transpose in each backward pass.
     """
-    return _SparseProduct.apply(x, matrix, transpose)
-
-
-class _SparseProduct(torch.autograd.Function):
-    """Implements `spmm`; torch's own sparse product sorts the transpose in each backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, matrix: CSR, transpose: CSR) -> Tensor:
@@ -206,7 +203,7 @@ class _SparseProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return spmm(ctx.transpose, ctx.matrix, grad), None, None
+        return SparseProduct.apply(grad, ctx.transpose, ctx.matrix), None, None
 
 
 def pool_all(
@@ -328,16 +325,11 @@ def plan_route(
     route = message_passing
     if route == "auto":
         route = "reach" if num_planned >= min(2, num_layers) else "shared"
-    percentages = []
     for depth in range(num_planned):
         num_reached = sum(len(block.layers[depth].node) for block in blocks) / len(some_rows)
         planner.block = min(planner.block, max(1, int(planner.REACHED / max(1, num_reached))))
-        percentages.append(f"{100 * num_reached / graph.num_nodes:.2g}")
-    layers = f"{num_planned} of {counted(num_layers, 'layer')}"
-    changed = f"{' %, '.join(percentages)} % of the node states in {layers}"
-    if num_planned == 0:
-        changed = "too many node states to plan any layer"
-    return planner, f"a knock-out changes {changed}; message_passing={route}"
+    planned = f"{num_planned} of {counted(num_layers, 'layer')}"
+    return planner, f"only changed states are computed in {planned}; message_passing={route}"
 
 
 def use_plans(model: KnockoutGNN, graph: SharedGraph, dataset: Dataset) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import ddp_machines
-from ddp_machines import check_variables, find_interface, find_meeting, wait_for_answer
+from ddp_machines import answers, check_variables, find_interface, find_meeting
 
 IS_TAKEN = "error: another program uses the port of RDZV={}: "
 
@@ -89,25 +89,37 @@ def test_a_name_with_a_loopback_address_means_the_default_route(monkeypatch, int
 
 def test_a_machine_waits_for_the_host(monkeypatch, interfaces):
     monkeypatch.setattr(ddp_machines, "source_of_route", lambda address: "10.0.0.2")
-    answers = iter([False, True])
-    monkeypatch.setattr(ddp_machines, "answers", lambda endpoint: next(answers))
+    waits = []
+    monkeypatch.setattr(ddp_machines, "answers", lambda *arguments: waits.append(arguments) or True)
     found = find_meeting("10.0.0.1:7", 40)
+    assert waits == [(("10.0.0.1", 7), 40)]
     settings = "join_timeout=40,last_call_timeout=3,is_host=0"
     assert found == ("of 10.0.0.2", "10.0.0.2", "10.0.0.1:7", settings)
 
 
 def test_a_machine_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(ddp_machines, "source_of_route", lambda address: "10.0.0.2")
-    monkeypatch.setattr(ddp_machines, "answers", lambda endpoint: False)
+    monkeypatch.setattr(ddp_machines, "answers", lambda endpoint, timeout_s: False)
     expected = r"^error: nothing answered at RDZV=10.0.0.1:7 for 0 s \(RDZV_TIMEOUT\): start"
     with pytest.raises(SystemExit, match=expected):
         find_meeting("10.0.0.1:7", 0)
 
 
-def test_the_wait_ends_at_once_if_a_program_answers():
+def test_a_wait_ends_at_once_if_a_program_answers():
     with other_program("127.0.0.1") as port:
-        assert wait_for_answer(("127.0.0.1", port), 0)
-    assert not wait_for_answer(("127.0.0.1", port), 0)
+        assert answers(("127.0.0.1", port), 0)
+    assert not answers(("127.0.0.1", port), 0)
+
+
+def test_a_wait_ends_when_a_program_begins_to_listen(monkeypatch):
+    port = free_port("127.0.0.1")
+    with contextlib.ExitStack() as server:
+
+        def start(seconds: float) -> None:
+            server.enter_context(socket.create_server(("127.0.0.1", port)))
+
+        monkeypatch.setattr(ddp_machines.time, "sleep", start)
+        assert answers(("127.0.0.1", port), 40)
 
 
 def test_a_port_of_another_program_is_an_error():
@@ -120,7 +132,7 @@ def test_a_port_of_another_program_is_an_error():
 
 def test_a_missing_command_ip_is_an_error(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SystemExit, match=r"^error: the command ip, .* is not installed"):
+    with pytest.raises(SystemExit, match=r"^error: the command ip is not installed"):
         find_interface("127.0.0.1")
 
 

@@ -1,5 +1,6 @@
 """ddp_watchdog.py: the ranks that a watchdog reports, and the time at which it ends a job."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import ddp_setup
 import ddp_watchdog
 from ddp_ends import Heartbeat
 from ddp_setup import DDPConfig, Distributed
-from ddp_watchdog import Signals, Watchdog
+from ddp_watchdog import Watchdog, detect_sigterm
 
 
 def test_a_rank_that_waits_for_a_slow_rank_is_not_reported(capsys):
@@ -84,7 +85,7 @@ def watched(
         raise EndedError(reason)
 
     thread.finished = SimpleNamespace(wait=wait)
-    monkeypatch.setattr(thread, "exit_now", end)
+    monkeypatch.setattr(ddp, "publish_failure", end)
     monkeypatch.setattr(ddp_watchdog, "GRACE_S", 1)
     monkeypatch.setattr(ddp_watchdog, "SIGTERM_S", 1)
     return ddp, thread, beats
@@ -169,7 +170,7 @@ def test_frozen_ranks_are_reported_by_the_ranks_that_wait(monkeypatch, frozen):
         ddp.world_size = 8
         ddp.heartbeat = Heartbeat(step=3, phase="backward")
         thread = Watchdog(ddp, lambda: False)
-        thread.exit_now = lambda reason: sys.exit()  # ends the thread
+        ddp.publish_failure = lambda reason: sys.exit()  # ends the thread
         thread.store = store
         thread.finished = beats
         monkeypatch.setattr(thread, "watch_store", lambda: None)
@@ -197,20 +198,22 @@ def test_a_single_process_without_torchrun_has_no_watchdog():
         ddp.close()
 
 
-def test_sigterm_is_detected_without_running_its_handler():
+def test_sigterm_is_detected_without_running_its_handler(monkeypatch):
+    pipe = os.pipe()
+    monkeypatch.setattr(os, "pipe", lambda: pipe)
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
     wakeup_fd = signal.set_wakeup_fd(-1)
     try:
-        signals = Signals()
-        assert not signals.has_sigterm()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.has_sigterm()
-        assert not signals.has_sigterm()
-        signals.close()
+        with contextlib.ExitStack() as cleanup:
+            has_sigterm = detect_sigterm(cleanup)
+            assert not has_sigterm()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert has_sigterm()
+            assert not has_sigterm()
         assert signal.set_wakeup_fd(-1) == -1
-        for pipe in (signals.sender, signals.received):
+        for end_of_pipe in pipe:
             with pytest.raises(OSError):
-                os.fstat(pipe)
+                os.fstat(end_of_pipe)
     finally:
         signal.set_wakeup_fd(wakeup_fd)
         signal.signal(signal.SIGTERM, earlier)

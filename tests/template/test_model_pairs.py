@@ -66,6 +66,19 @@ def dense_features(edge_index: Tensor, relation: Tensor, weight: Tensor, size: t
     return torch.stack(features)
 
 
+def index_of(
+    edge_index: Tensor, relation: Tensor, weight: Tensor, names: list[str], num_nodes: int
+) -> PairIndex:
+    """Returns the index of a graph with these edges; `relation` is an index in `names`."""
+    graph = HeteroData()
+    graph["gene"].num_nodes = num_nodes
+    for number, name in enumerate(names):
+        is_of_relation = relation == number
+        graph["gene", name, "gene"].edge_index = edge_index[:, is_of_relation]
+        graph["gene", name, "gene"].edge_weight = weight[is_of_relation]
+    return PairIndex(SharedGraph(graph))
+
+
 def random_index(seed: int) -> tuple[PairIndex, Tensor]:
     """Returns the index of a random graph with loops and duplicate edges, and `dense_features`."""
     generator = torch.Generator().manual_seed(seed)
@@ -85,7 +98,7 @@ def random_index(seed: int) -> tuple[PairIndex, Tensor]:
     names = [str(number) for number in range(num_relations)]
     size = (num_relations, num_nodes, num_nodes)
     dense = dense_features(edge_index, relation, weight, size)
-    return PairIndex(edge_index, relation, weight, names, num_nodes), dense
+    return index_of(edge_index, relation, weight, names, num_nodes), dense
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -131,7 +144,7 @@ def test_neighbours_of_the_node_with_more_neighbours_are_not_looked_up(monkeypat
     of_partner = torch.tensor([[1000, 1000, 1000], [1, 2, 1001]])
     edge_index = torch.cat([of_hub, of_partner], dim=1)
     relation = torch.zeros(edge_index.size(1), dtype=torch.long)
-    index = PairIndex(edge_index, relation, torch.ones(len(relation)), ["r"], 1002)
+    index = index_of(edge_index, relation, torch.ones(len(relation)), ["r"], 1002)
     monkeypatch.setattr(torch, "searchsorted", count_keys)
     monkeypatch.setattr(model_pairs, "AT_ONCE", 100)
     batch = Data(**pack_levels([{0: 0.0, 1000: 0.0}] * 2))
@@ -146,7 +159,7 @@ def test_with_many_relations_only_their_union_has_features():
     edge_index = torch.stack([torch.arange(num_relations), torch.arange(num_relations) + 1])
     names = [str(number) for number in range(num_relations)]
     weight = torch.ones(num_relations)
-    index = PairIndex(edge_index, torch.arange(num_relations), weight, names, num_relations + 1)
+    index = index_of(edge_index, torch.arange(num_relations), weight, names, num_relations + 1)
     assert index.names[0] == "edge by all relations"
     assert len(index.names) == len(FEATURES + model_pairs.DIRECTED)
     features = index.of_pairs(torch.tensor([3]), torch.tensor([5]))
@@ -409,5 +422,5 @@ def test_a_run_is_the_same_with_cached_and_computed_features(train, tmp_path, mo
 
 def test_a_relation_may_be_called_all():
     edge_index = torch.tensor([[0, 1], [2, 2]])
-    index = PairIndex(edge_index, torch.tensor([0, 1]), torch.ones(2), ["all", "r"], 3)
+    index = index_of(edge_index, torch.tensor([0, 1]), torch.ones(2), ["all", "r"], 3)
     assert len(set(index.names)) == len(index.names)

@@ -389,8 +389,6 @@ def replace_in_cuda(count: int) -> None:
     def set_sync_debug_mode(mode: str | int) -> None:
         State.may_wait = mode != "error"
 
-    generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
-    torch.cuda.default_generators = [generator] * count
     torch.cuda.set_device = set_device
     torch.cuda.set_sync_debug_mode = set_sync_debug_mode
     torch.cuda.current_device = lambda: State.current
@@ -404,10 +402,9 @@ def replace_in_cuda(count: int) -> None:
         "max_memory_allocated": 0,
         "max_memory_reserved": 0,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        "current_stream": "stream",
         "is_current_stream_capturing": False,
     }
-    names = ("_lazy_init", "empty_cache", "reset_peak_memory_stats", "set_stream")
+    names = ("_lazy_init", "empty_cache", "reset_peak_memory_stats")
     names += ("set_rng_state", "manual_seed", "manual_seed_all")
     results |= dict.fromkeys(names)
     for name, result in results.items():

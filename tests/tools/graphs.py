@@ -10,6 +10,7 @@ A GPU cannot capture copies from the host. This module does not detect them, bec
 on the CPU; `fake_gpu` detects them.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,8 @@ def replace_graphs(free: int) -> None:
     model_graphs.CUDAGraph = Capture
     model_graphs.cuda_graph = lambda graph, capture_error_mode: graph
     model_graphs.mem_get_info = lambda device: (free, free)
+    # A CPU does not have streams, and its generator does not wait for the end of a capture.
+    model_graphs.undone_if_failed = contextlib.nullcontext
 
 
 class Recording(CountSynchronisations):
