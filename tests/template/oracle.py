@@ -196,8 +196,7 @@ class Oracle:
             both = model.norm(np.append(each.sum(axis=0), pairs), "terms.local.norm")
             prediction += model.linear(pairs, "terms.local.pair")
             mean, scale = model["terms.pairs.units"]
-            number = np.triu(np.outer(1 - level, 1 - level), 1).sum()
-            scaled = (self.pair_features(level) - number * mean) * scale
+            scaled = (self.pair_features(level) - weight_of_pairs(level) * mean) * scale
             scaled = scaled.clip(-10, 10)
             prediction += model.linear(scaled, "terms.pairs.linear")
             hidden = model.linear(both, "terms.local.head.0")
@@ -252,6 +251,18 @@ class Oracle:
                 )
         return np.array(features, dtype=float)
 
+    def units_of_pairs(self) -> np.ndarray:
+        """Returns the mean and the scale of each feature of pairs, [2, F]."""
+        levels = self.level[(self.split == 0) & (self.perturbs.sum(axis=1) > 1)]
+        features = np.array([self.pair_features(level) for level in levels])
+        if not len(levels):
+            return np.zeros((2, len(self.pair_features(self.level[0]))))
+        number = np.array([weight_of_pairs(level) for level in levels])
+        mean = number @ features / (number @ number)
+        deviation = np.sqrt(np.square(features - np.outer(number, mean)).mean(axis=0))
+        varies = deviation > 1e-6 * np.sqrt(np.square(features).mean(axis=0))
+        return np.array([mean, varies / np.where(varies, deviation, 1)])
+
     def loss(self, prediction: np.ndarray, split: int) -> float:
         """Returns the loss over the rows of a split, given predictions or logits of all rows."""
         of_scores = []
@@ -275,6 +286,11 @@ class Parameters(dict):
 
     def head(self, x, name):
         return self.linear(gelu(self.linear(x, f"{name}.0")), f"{name}.2")
+
+
+def weight_of_pairs(level):
+    """Returns the sum over all pairs of nodes of the product of 1 - level of both nodes."""
+    return np.triu(np.outer(1 - level, 1 - level), 1).sum()
 
 
 def combination(weights, responses):

@@ -221,7 +221,7 @@ PARTS = [
 
 # Matches words for what only the template has.
 ONLY_IN_TEMPLATE = (
-    r"\./launch\.sh copy|\./launch\.sh test --all|tests\.bench|tests\.check (?:gpu|soak)|`soak`|"
+    r"\./launch\.sh copy|\./launch\.sh test --all|tests\.bench|tests\.check gpu|"
     "tests/recipes/classes"
 )
 

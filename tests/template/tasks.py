@@ -49,13 +49,6 @@ def task_of(
     )
 
 
-def output_for(task: KnockoutTask, prediction: Tensor) -> Tensor:
-    """Returns the outputs, [n, T, 1], of a model that predicts the scores `prediction`, [n, T]."""
-    if task.criterion.is_binary:
-        prediction = prediction.logit()
-    return ((prediction - task.criterion.mean) / task.criterion.std).unsqueeze(2)
-
-
 def lines_of_test(task: KnockoutTask, prediction: Tensor) -> list[str]:
     """Returns the lines of test.tsv, given predictions of the test rows."""
     rivals = task.rivals_of(task.rows("test"))

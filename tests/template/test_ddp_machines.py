@@ -39,6 +39,13 @@ def interfaces(monkeypatch) -> None:
     monkeypatch.setattr(ddp_machines, "find_interface", "of {}".format)
 
 
+@pytest.fixture(autouse=True)
+def _at_most_three_waits(monkeypatch):
+    """Without this limit, a wait that never ends would hang instead of failing."""
+    waits = iter(range(3))
+    monkeypatch.setattr("ddp_machines.time.sleep", lambda seconds: next(waits))
+
+
 @pytest.mark.parametrize(
     ("nnodes", "rdzv", "timeout_s", "expected"),
     [

@@ -678,6 +678,17 @@ def test_an_update_that_cannot_be_captured_is_eager(gpu, caplog, obstacle):
         assert "capture failed: RuntimeError: operation not permitted" in warnings[0]
 
 
+def test_the_simulated_graphs_do_not_replay_an_operator_that_reads_freed_memory():
+    number = torch.ones(3)
+    recording = graphs.Recording()
+    with recording:
+        number.add(1)
+    recording.replay()
+    del number
+    with pytest.raises(RuntimeError, match=r"add.* would read memory that is freed"):
+        recording.replay()
+
+
 # ---- Complete runs -------------------------------------------------------------------------------
 def test_a_run_replays_its_steps_and_starts_loaders_after_the_capture(train, monkeypatch):
     """The threads of a loader would allocate pinned memory, which fails during captures."""

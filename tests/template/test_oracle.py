@@ -231,6 +231,8 @@ def compare(seed: int, folder: Path) -> None:
     task = KnockoutTask.from_tables(tables, config)
     compare_baseline(task, oracle)
     model, state = disturbed_model(task, seed)
+    if "terms.pairs.units" in state:
+        np.testing.assert_allclose(state["terms.pairs.units"], oracle.units_of_pairs(), rtol=1e-5)
     outputs = predict(task, model)
     expected = oracle.forward(state, options["targets"])
     assert_close(outputs, expected)

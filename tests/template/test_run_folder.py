@@ -142,7 +142,8 @@ def test_each_rank_removes_the_stop_file_if_it_still_exists(tmp_path):
 
 
 def test_a_second_run_cannot_lock_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("run_folder.time", SimpleNamespace(sleep=lambda seconds: None))
+    waits = []
+    monkeypatch.setattr("run_folder.time", SimpleNamespace(sleep=waits.append))
     first, second = (
         SimpleNamespace(path=tmp_path, checkpoints=tmp_path, ddp=Distributed(DDPConfig()))
         for _ in range(2)
@@ -152,7 +153,9 @@ def test_a_second_run_cannot_lock_the_folder(tmp_path, monkeypatch):
         path.unlink()
     with pytest.raises(UserError, match="another process is training in"):
         RunFolder._lock(second)
-    first.ddp.close()
+    assert sum(waits) == pytest.approx(10)
+    # The first run ends while the second run waits.
+    monkeypatch.setattr("run_folder.time.sleep", lambda seconds: first.ddp.close())
     RunFolder._lock(second)
     second.ddp.close()
 

@@ -187,6 +187,14 @@ def test_each_target_has_its_own_lines_and_weights_are_used():
     torch.testing.assert_close(prediction, y[:, 0], rtol=0, atol=1e-4)
 
 
+def test_the_product_is_not_used_if_it_is_huge_because_the_intact_score_is_nearly_0(monkeypatch):
+    tables = all_pairs("smallest", num_triples=200)
+    additive = additive_baseline(tables)
+    additive = replace(additive, intercept=torch.full_like(additive.intercept, 1e-17))
+    monkeypatch.setattr("analyse_rivals.additive_baseline", lambda tables, loss: additive)
+    assert rivals(tables, "squared")["product of single scores"].abs().max() < 10
+
+
 # ---- Features of pairs ---------------------------------------------------------------------------
 def pairs_with_common_neighbours(num_edges: int = 150) -> Tables:
     """Returns all pairs of 30 nodes. Their score is both effects - 1.2 * common neighbours."""
