@@ -327,27 +327,11 @@ def num_pairs(batch: Data) -> Tensor:
     return (sum_by_sample(change, batch).square() - squares) / 2
 
 
-def load_units(
-    graph: SharedGraph, dataset: KnockoutDataset, cache_dir: str, fingerprint: str
-) -> Tensor:
-    """Returns the result of `units_of_pairs`, and caches it.
-
-    `cache_dir` is the folder of the cache, and `fingerprint` is a hash of the tables.
-    """
-    # Tables to predict do not have training rows. Their units come from the checkpoint.
-    if not len(rows_of_units(dataset)):
-        return units_of_pairs(graph, dataset)
-
-    def compute() -> dict[str, Tensor]:
-        return {"units": units_of_pairs(graph, dataset)}
-
-    return cached_by_code(cache_dir, "pair_units", PairIndex, fingerprint, compute)["units"]
-
-
 def units_of_pairs(graph: SharedGraph, dataset: KnockoutDataset) -> Tensor:
     """Returns the mean and the scale of each pair feature in training, float64 [2, F] on the CPU.
 
-    They are computed from `rows_of_units`. The mean is the feature of an average pair: the least
+    They are computed from `rows_of_units`. Tables to predict do not have such rows: their units are
+    0 here, and come from the checkpoint. The mean is the feature of an average pair: the least
     squares fit of features = n * mean, if n is the weighted number of pairs in a row. The scale is
     1 over the root mean square of features - n * mean. It is 0 for a feature that does not vary,
     because the weights of such a feature cannot be trained.

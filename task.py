@@ -166,10 +166,9 @@ class KnockoutTask:
         if options.has_local:
             terms["local"] = LocalReadout(hidden, self.num_outputs, self.basis.size(1))
         if options.has_pairs:
-            from model_pairs import PairTerm, load_units  # an optional part
+            from model_pairs import PairTerm, units_of_pairs  # an optional part
 
-            cache_dir = self.config.data.cache_dir
-            units = load_units(self.graph, self.dataset, cache_dir, self.fingerprint)
+            units = units_of_pairs(self.graph, self.dataset)
             terms["pairs"] = PairTerm(units, hidden, self.num_outputs, terms["local"].read)
         if options.readout == "nodes":
             from model_nodes import node_readout  # an optional part

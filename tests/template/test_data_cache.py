@@ -253,8 +253,8 @@ def test_all_modules_that_a_reader_imports_are_part_of_the_key(sources):
     """Within a function, from a package, and by such a module."""
     replace_text(
         sources / "data_tables.py",
-        "    node_number = {}\n    notes",
-        "    from formats.reader import lines\n\n    node_number = {}\n    notes",
+        "    node_number = {}",
+        "    from formats.reader import lines\n\n    node_number = {}",
     )
     (sources / "formats").mkdir()
     (sources / "formats/__init__.py").write_text("")

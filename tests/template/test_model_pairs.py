@@ -289,17 +289,6 @@ def test_rounding_does_not_make_a_constant_feature_vary(monkeypatch, tmp_path, m
     assert not scale.any()
 
 
-def test_units_are_cached_unless_there_are_no_training_rows(tmp_path):
-    graph, dataset = small_dataset([{0: 0.0, 1: 0.0}, {2: 0.0, 4: 0.0}])
-    units = model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables")
-    assert torch.equal(units, units_of_pairs(graph, dataset))
-    dataset.tables.perturbed = dataset.tables.perturbed.flip(0).clone()
-    kept = model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables")
-    assert torch.equal(kept, units)
-    dataset.tables.split[:] = -1  # not training rows, such as the rows of tables to predict
-    assert not model_pairs.load_units(graph, dataset, str(tmp_path), "of these tables").any()
-
-
 def test_units_are_computed_from_training_rows():
     sets = [{a: 0.0, b: 0.0} for a, b in itertools.combinations(range(5), 2)]
     expected = units_of_pairs(*small_dataset(sets[:6]))
@@ -308,6 +297,8 @@ def test_units_are_computed_from_training_rows():
     dataset.tables.split[6:8] = 1
     dataset.tables.split[8:] = 2
     assert torch.equal(units_of_pairs(graph, dataset), expected)
+    dataset.tables.split[:] = -1  # not training rows, such as the rows of tables to predict
+    assert not units_of_pairs(graph, dataset).any()
 
 
 def test_units_of_many_rows_are_computed_from_evenly_spaced_rows(monkeypatch):

@@ -25,19 +25,19 @@ from train import MAX_SKIPS, Meter, seed_step
 def test_a_run_prints_its_plan_and_progress(train):
     result = train(0).check()
     lines = result.stdout.splitlines()
-    made = [re.match(r"cache     writing \.cache/(\w+)-", line)[1] for line in lines[:5]]
-    assert made == ["tables", "split", "baseline", "pairs", "pair_units"]
+    made = [re.match(r"cache     writing \.cache/(\w+)-", line)[1] for line in lines[:4]]
+    assert made == ["tables", "split", "baseline", "pairs"]
     rank = r"rank 0, host .*, pid \d+, device cpu, threads 1 \(OMP_NUM_THREADS\), python .*"
-    assert re.fullmatch(rank, lines[5])
-    kinds = [line.split()[0] for line in lines[6:]]
+    assert re.fullmatch(rank, lines[4])
+    kinds = [line.split()[0] for line in lines[5:]]
     assert kinds == [
         *("run", "data", "model", "batch"),
         *("epoch", "epoch", "trained", "run", "test", "test"),
     ]
     validation = f"val loss .*, {first_metric().title()} .*"
-    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[10])
+    assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[9])
     progress = r"loss [\d.]+  [\d,]+ samples/s"
-    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[11])
+    assert re.fullmatch(f"epoch 1/1  step 5  {progress}  {validation}", lines[10])
     assert result.stderr == ""  # outside a terminal, the progress bar first appears after 30 s
 
 
