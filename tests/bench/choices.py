@@ -156,13 +156,19 @@ RULES: dict[str, tuple[float, Callable[[list[Run]], list[Tensor]]]] = {
 def scores_of(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns {rule: (test Pearson of each run, of each ensemble)} for one table.
 
-    Rules are compared on the rows that are test rows for every value of data.val_fraction. With
-    data.split=nodes, a test row with a validation node is in no split.
+    Only seeds that were trained with every value of data.val_fraction count. Rules are compared on
+    the rows that are test rows for every value. With data.split=nodes, a test row with a validation
+    node is in no split.
     """
-    runs = {}
+    paths = {}
     for path in sorted(folder.glob("*.pt")):
-        fraction = float(path.stem.partition("-")[0])
-        runs.setdefault(fraction, []).append(torch.load(path, weights_only=True))
+        fraction, _, seed = path.stem.partition("-")
+        paths.setdefault(float(fraction), {})[seed] = path
+    seeds = set.intersection(*map(set, paths.values()))
+    runs = {}
+    for fraction, of_seeds in paths.items():
+        chosen = [path for seed, path in of_seeds.items() if seed in seeds]
+        runs[fraction] = [torch.load(path, weights_only=True) for path in chosen]
     rows = None
     for of_fraction in runs.values():
         of_test = of_fraction[0]["row"]
