@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from config import read_options
+from config import Config, read_options
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
 from metrics import METRICS, first_metric
@@ -286,6 +286,12 @@ def test_a_checkpoint_of_a_different_run_is_not_resumed(trained, train, tmp_path
     assert result.returncode == 2
     assert re.search(message, result.stderr)
     assert (tmp_path / "runs/run/metrics.jsonl").read_text() == before
+
+
+def test_an_option_that_a_checkpoint_lacks_had_its_default():
+    folder = SimpleNamespace(config=Config(optim=OptimConfig(lr=0.5)))
+    changed = RunFolder.changed_options(folder, {"config": {"optim": {}}}, "noted")
+    assert changed == {"optim.lr": OptimConfig().lr}
 
 
 @pytest.mark.slow
