@@ -20,7 +20,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
-from data_cells import SPLITS, Rows, number_names, read_header, read_rows, stable_order
+from data_cells import SPLITS, Rows, number_names, read_header, read_rows
 from errors import DataError
 from metrics import standardise
 from parts import optional
@@ -425,7 +425,8 @@ def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
     level 1 are left out, because they are intact.
     """
     num_nodes = int(node.max()) + 1 if len(node) else 0
-    order = stable_order(row * num_nodes + node)
+    # For keys that are nearly sorted, numpy is five times as fast as torch.
+    order = torch.from_numpy(np.argsort((row * num_nodes + node).numpy(), kind="stable"))
     order = order[level[order] != 1]
     return {
         "perturbed": node[order],
