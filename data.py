@@ -97,7 +97,7 @@ def load(config: DataConfig) -> Tables:
             rows = f"{counted(len(tables.y), 'row')}, data.split={config.split}"
             raise DataError(
                 f"{config.perturbations}: the {split} split is empty ({rows}): add rows, or change "
-                "the column split or, without it, data.val_fraction, test_fraction or fold"
+                "the column split or, if it is missing, data.val_fraction, test_fraction or fold"
             )
     return tables
 
@@ -138,8 +138,8 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     order = torch.randperm(len(rows_of_set), generator=generator)
     start, num_test = place_of_test(len(order), config)
     order = order.roll(-start)
-    # Large sets follow all usual sets, and the intact set is the last one, except that the sets
-    # that a fold tests remain the first sets.
+    # Large sets follow all usual sets, and the intact set comes last. The sets that a fold tests
+    # come first, even if they are large or intact.
     turn = (rows_of_set > LARGE_SHARE * len(set_number)).long()
     turn[set_number[tables.perturbed_ptr.diff() == 0]] = 2
     if config.fold:

@@ -175,8 +175,8 @@ def check_metrics(y: Tensor, criterion: Any, loss: str) -> None:
     predictions = criterion.predictions(y.new_zeros(*y.shape, len(criterion.columns)))
     shapes = {values.shape for values in predictions.values()}
     if next(iter(predictions)) != "prediction" or shapes != {y.shape}:
-        problem = f"optim.loss={loss}: its `predictions` must return `prediction` first"
-        raise UserError(f"{problem}, and [n, T] for each entry: see losses.py")
+        problem = f"optim.loss={loss}: `predictions` must return `prediction` first"
+        raise UserError(f"{problem}, and one value for each row and score, [n, T]: see losses.py")
     # The true scores as predictions, with further predictions such as an `sd`.
     truth = predictions | {"prediction": y.where(~y.isnan(), y.nanmean(dim=0))}
     first = first_metric()
