@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric.data import Data
-from torch_geometric.utils import cumsum
+from torch_geometric.utils import cumsum, scatter
 
 from data_cells import SPLITS, check_is_no_pipe, unreadable
 from data_tables import Tables, cached_by_code, read_tables
@@ -29,12 +29,6 @@ from metrics import mean_and_std
 from parts import optional
 
 LARGE_SHARE = 0.1  # share of the rows above which a set of knock-outs is large
-# Turns of the sets in a random split. The sets are sorted by their turns. The first sets of this
-# order are for test, the next sets are for validation, and all others are for training.
-TESTED = -1  # the sets that the fold tests, even if they are large or intact
-USUAL = 0
-LARGE = 1
-INTACT = 2
 EXAMPLE = Path(__file__).with_name("example")  # the tables that are read by default
 
 
@@ -57,9 +51,7 @@ class DataConfig:
     def __post_init__(self):
         fold = re.fullmatch(r"(\d+)/(\d+)", self.fold)
         if self.fold and not (fold and int(fold[1]) < int(fold[2])):
-            raise ValueError(
-                f"data.fold={self.fold} must be k/K with k from 0 to K - 1, such as 0/5"
-            )
+            raise ValueError(f"data.fold={self.fold} must be k/K with 0 <= k < K, such as 0/5")
         if bool(self.edges) != bool(self.perturbations):
             raise ValueError("data.edges or data.perturbations is missing: set both or neither")
 
@@ -98,17 +90,14 @@ def load(config: DataConfig) -> Tables:
         given = [name for name in of_split if getattr(config, name) != getattr(DataConfig, name)]
         if given:
             replaced = ", ".join(f"data.{name}" for name in given)
-            raise DataError(
-                f"{config.perturbations} has a column split, which replaces {replaced}: remove the "
-                "column, or leave out the options"
-            )
+            problem = f"{config.perturbations} has a column split, which replaces {replaced}"
+            raise DataError(f"{problem}: remove the column, or leave out the options")
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
+            rows = f"{counted(len(tables.y), 'row')}, data.split={config.split}"
             raise DataError(
-                f"{config.perturbations}: the {split} split is empty "
-                f"({counted(len(tables.y), 'row')}, data.split={config.split}): add rows, or "
-                "change the column split. If there is no such column, change data.val_fraction, "
-                "data.test_fraction or data.fold"
+                f"{config.perturbations}: the {split} split is empty ({rows}): add rows, or change "
+                "the column split or, if it is missing, data.val_fraction, test_fraction or fold"
             )
     return tables
 
@@ -117,8 +106,7 @@ def with_example(config: DataConfig) -> DataConfig:
     """Returns `config`, or a copy with the tables of the example if it does not name any tables."""
     if config.edges:
         return config
-    tables = {"edges": str(EXAMPLE / "edges.tsv"), "perturbations": str(EXAMPLE / "scores.tsv")}
-    return replace(config, **tables)
+    return replace(config, edges=f"{EXAMPLE}/edges.tsv", perturbations=f"{EXAMPLE}/scores.tsv")
 
 
 def file_digest(path: str) -> str:
@@ -148,13 +136,14 @@ def random_split(tables: Tables, config: DataConfig) -> Tensor:
     rows_of_set = torch.bincount(set_number)
     generator = torch.Generator().manual_seed(config.split_seed)
     order = torch.randperm(len(rows_of_set), generator=generator)
-    turn = torch.full_like(rows_of_set, USUAL)
-    turn[rows_of_set > LARGE_SHARE * len(set_number)] = LARGE
-    turn[set_number[tables.perturbed_ptr.diff() == 0]] = INTACT
     start, num_test = place_of_test(len(order), config)
     order = order.roll(-start)
+    # Large sets follow all usual sets, and the intact set comes last. The sets that a fold tests
+    # come first, even if they are large or intact.
+    turn = (rows_of_set > LARGE_SHARE * len(set_number)).long()
+    turn[set_number[tables.perturbed_ptr.diff() == 0]] = 2
     if config.fold:
-        turn[order[:num_test]] = TESTED
+        turn[order[:num_test]] = -1
     order = order[turn[order].argsort(stable=True)]
     return split_in_order(order, config, len(order))[set_number]
 
@@ -170,14 +159,13 @@ def node_split(tables: Tables, config: DataConfig) -> Tensor:
     seed = config.split_seed if config.fold else 0
     start, _ = place_of_test(len(nodes), config)
     order = nodes[np.random.default_rng(seed).permutation(len(nodes))].roll(-start)
-    split_of_node = split_in_order(order, config, len(tables.genes)).long()
-    has_node_of = torch.zeros(len(tables.y), len(SPLITS), dtype=torch.bool)
-    has_node_of[tables.sample(), split_of_node[tables.perturbed]] = True
-    _, has_val_node, has_test_node = has_node_of.unbind(dim=1)
-    split = torch.full((len(tables.y),), SPLITS.index("train"), dtype=torch.int8)
-    split[has_val_node] = SPLITS.index("val")
-    split[has_test_node] = SPLITS.index("test")
-    split[has_val_node & has_test_node] = -1
+    split_of_node = split_in_order(order, config, len(tables.genes))
+    sample = tables.sample()
+    split_of_perturbed = split_of_node[tables.perturbed]
+    # In `SPLITS`, train is 0, val is 1 and test is 2.
+    split = scatter(split_of_perturbed, sample, dim_size=len(tables.y), reduce="max")
+    is_val_of_test_row = (split_of_perturbed > 0) & (split_of_perturbed < split[sample])
+    split[sample[is_val_of_test_row]] = -1
     return split
 
 
@@ -282,18 +270,15 @@ class KnockoutDataset(Dataset):
         is_outside = (perturbed < 0) | (perturbed >= num_nodes)
         if is_outside.any():
             first = int(is_outside.nonzero()[0])
-            raise IndexError(
-                f"sample {index[sample[first]]}: knocked-out node {perturbed[first]} "
-                f"is outside [0, {num_nodes}), the range of the graph's nodes"
-            )
-        y = self.tables.y[row]
+            problem = f"knocked-out node {perturbed[first]} is outside [0, {num_nodes})"
+            raise IndexError(f"sample {index[sample[first]]}: {problem}, the range of all nodes")
         weight = self.scale * self.tables.score_weight(row) * is_real.unsqueeze(1)
         batch = Data(
             perturbed=perturbed,
             perturbed_batch=sample,
             perturbed_ptr=ptr,
             level=level,
-            y=y.nan_to_num() * is_real.unsqueeze(1),
+            y=self.tables.y[row].nan_to_num() * is_real.unsqueeze(1),
             weight=weight.float(),
             index=index,
             num_dead_edges=int(self.degree[perturbed[level == 0]].sum()),

@@ -56,11 +56,9 @@ class StepSampler(DistributedSampler):
         for step in range(self.first_step, self.steps_per_epoch):
             rows = self.rows_in_step(step)
             num_batches = self.num_replicas * self.accumulate
-            size = math.ceil(len(rows) / num_batches)
-            padded = rows.new_full((num_batches * size,), -1)
-            padded[: len(rows)] = rows
+            padded = torch.nn.functional.pad(rows, (0, -len(rows) % num_batches), value=-1)
             # In each micro-batch, the rows are dealt to the ranks in turn.
-            dealt = padded.view(self.accumulate, size, self.num_replicas)
+            dealt = padded.view(self.accumulate, -1, self.num_replicas)
             yield from dealt[:, :, self.rank].tolist()
 
 
@@ -97,10 +95,7 @@ def _start_worker(worker_id: int) -> None:
 
 def _end_worker(error: Exception, batch: Any) -> None:
     # Otherwise, the rank would wait forever for a batch that cannot be sent.
-    print(
-        f"error: a DataLoader worker cannot send a batch ({error}): if /dev/shm is full, free some "
-        "space there, or set data.workers=0",
-        file=sys.stderr,
-        flush=True,
-    )
+    problem = f"error: a DataLoader worker cannot send a batch ({error})"
+    advice = "if /dev/shm is full, free some space there, or set data.workers=0"
+    print(f"{problem}: {advice}", file=sys.stderr, flush=True)
     os._exit(1)

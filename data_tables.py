@@ -20,7 +20,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.utils import coalesce, scatter, to_undirected
 
-from data_cells import SPLITS, Rows, number_names, read_header, read_rows, stable_order
+from data_cells import SPLITS, Rows, number_names, read_header, read_rows
 from errors import DataError
 from metrics import standardise
 from parts import optional
@@ -181,12 +181,9 @@ class Tables:
 
         A perturbed node counts once for each score that its row has.
         """
-        rows = self.rows(split)
-        present = ~self.y[rows].isnan()
-        count = self.perturbed_ptr.diff()[rows].unsqueeze(1)
-        num_unseen = (self.unseen(split) * present).sum()
-        share = num_unseen / (count * present).sum().clamp(min=1)
-        return share.item()
+        is_counted = (self.is_in(split).unsqueeze(1) & ~self.y.isnan())[self.sample()]
+        is_unseen = is_counted & ~self.is_seen()[self.perturbed]
+        return (is_unseen.sum() / is_counted.sum().clamp(min=1)).item()
 
     def fingerprint(self, names: Sequence[str] = ()) -> str:
         """Returns a SHA-256 hash of the named fields, or of all fields by default.
@@ -256,19 +253,16 @@ def read_tables(
     genes = sorted(node_number)
     # For each number of a node, the index of its name in `genes`.
     position = number_names(genes, node_number).argsort()
-    perturbed = position[columns.pop("node")]
     row = columns.pop("row")
-    level = columns.pop("level")
-    samples = pack(row, perturbed, level, len(columns["y"]))
+    node = position[columns.pop("node")]
+    columns |= pack(row, node, columns.pop("level"), len(columns["y"]))
     # Each relation gets its own range of node numbers, so that edges of different relations are not
     # merged, although all relations are processed at once.
     merge = to_undirected if undirected else coalesce
     edge_index = position[edge_index] + edge_type * len(genes)
     edge_index, edge_weight = merge(edge_index, edge_weight, reduce="mean")
-    node_features = {}
-    described = {}  # {name: its values in the table of features, [F]}
-    if features:
-        node_features, described = read_features(features, genes)
+    # `described` is {name: its values in the table of features, [F]}.
+    node_features, described = read_features(features, genes) if features else ({}, {})
     tables = Tables(
         genes=genes,
         relations=relations,
@@ -276,7 +270,6 @@ def read_tables(
         edge_type=edge_index[0] // len(genes),
         edge_weight=edge_weight,
         **node_features,
-        **samples,
         **columns,
     )
     data_notes = optional("data_notes")
@@ -296,11 +289,9 @@ def read_edges(path: str, node_number: dict[str, int]) -> tuple[list[str], Tenso
     header = read_header(path, ("source", "target", "relation"))
     others = [name for name in header if name not in ("source", "target", "relation", "weight")]
     if others:
-        raise DataError(
-            f"{path}:1: unknown column {', '.join(others)!r:.60}: rename it to weight if it is the "
-            "weight of the edges, otherwise remove it, or apply the recipe attention to use it as "
-            "an edge feature"
-        )
+        problem = f"{path}:1: unknown column {', '.join(others)!r:.60}"
+        advice = "rename it to weight or remove it; the recipe attention can use it as edge feature"
+        raise DataError(f"{problem}: {advice}")
     relation_number = {}
     edges = []
     weights = []
@@ -336,18 +327,13 @@ def read_knockouts(
             problem = f"is not {name.lower()!r}, which is in lower case: rename the column"
             raise DataError(f"{path}:1: the column {name!r} {problem}, or list it in data.scores")
     if not score_columns or {"weight", "sd"} <= set(header):
-        problem = (
-            "the header needs at least one score column after genes, and cannot have both weight "
-            "and sd: add or remove columns"
-        )
-        raise DataError(f"{path}:1: {problem}")
+        problem = "the header needs at least one score column, and cannot have both weight and sd"
+        raise DataError(f"{path}:1: {problem}: add or remove columns")
     targets = list(dict.fromkeys(chosen)) or score_columns
     if not set(targets) <= set(score_columns):
-        raise DataError(
-            f"{path}:1: data.scores={scores} contains names that are not among the score columns "
-            f"{score_columns[:20]}: correct them, and quote names that YAML does not read as text, "
-            "such as 'NO'"
-        )
+        problem = f"data.scores={scores} contains names that are not among the score columns"
+        advice = "correct them, and quote names that YAML does not read as text, such as 'NO'"
+        raise DataError(f"{path}:1: {problem} {score_columns[:20]}: {advice}")
     chunks = []
     num_rows = 0
     nodes = frozenset(node_number)
@@ -394,10 +380,8 @@ def read_features(path: str, genes: list[str]) -> tuple[dict[str, Any], dict[str
     header = read_header(path, ("gene",))
     _, *names = header
     if not names:
-        raise DataError(
-            f"{path}:1: the header has no feature columns after gene: add one, or leave out "
-            "data.features"
-        )
+        problem = f"{path}:1: the header has no feature columns after gene"
+        raise DataError(f"{problem}: add one, or leave out data.features")
     row_of = {}  # {name: row in the file}
     chunks = []
     for rows in read_rows(path, header, has_bar=True):
@@ -408,10 +392,8 @@ def read_features(path: str, genes: list[str]) -> tuple[dict[str, Any], dict[str
         chunks.append(rows.table(names))
     row = torch.tensor([row_of.get(gene, -1) for gene in genes])
     if (row < 0).all():
-        raise DataError(
-            f"{path}: no node of this table is in the tables of edges and knock-outs: check that "
-            "all tables use the same names"
-        )
+        problem = f"{path}: no node of this table is in the tables of edges and knock-outs"
+        raise DataError(f"{problem}: check that all tables use the same names")
     table = torch.cat(chunks)
     values = table[row].where(row.unsqueeze(1) >= 0, math.nan)
     features = standardise(values).nan_to_num().float()
@@ -425,7 +407,8 @@ def pack(row: Tensor, node: Tensor, level: Tensor, num_rows: int) -> dict:
     level 1 are left out, because they are intact.
     """
     num_nodes = int(node.max()) + 1 if len(node) else 0
-    order = stable_order(row * num_nodes + node)
+    # For keys that are nearly sorted, numpy is five times as fast as torch.
+    order = torch.from_numpy(np.argsort((row * num_nodes + node).numpy(), kind="stable"))
     order = order[level[order] != 1]
     return {
         "perturbed": node[order],

@@ -123,9 +123,7 @@ class Binary(Criterion):
     @staticmethod
     def check(y: Tensor) -> None:
         if not are_binary(y):
-            raise UserError(
-                "optim.loss=binary needs scores that are 0 or 1: set optim.loss=squared"
-            )
+            raise UserError("optim.loss=binary needs scores of 0 and 1: set optim.loss=squared")
 
     @staticmethod
     def origin_and_unit(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:

@@ -185,10 +185,9 @@ class SharedGraph(nn.Module):
     def check(self, batch: Data) -> None:
         """Raises `RuntimeError` if the batch and the graph are on different devices."""
         if batch.perturbed.device != self.device:
-            raise RuntimeError(
-                f"the batch is on {batch.perturbed.device} but the graph is on {self.device}: "
-                f"call batch = batch.to('{self.device}') before you pass it to the model"
-            )
+            problem = f"the batch is on {batch.perturbed.device} but the graph is on {self.device}"
+            advice = f"call batch = batch.to('{self.device}') before you pass it to the model"
+            raise RuntimeError(f"{problem}: {advice}")
 
     def levels(self, batch: Data) -> Tensor:
         """Returns the level of each node in each sample, [N, B], in the graph's dtype.

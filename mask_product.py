@@ -8,7 +8,7 @@ perturbed nodes in the batch, b samples in a block of the batch.
 """
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,28 +28,16 @@ class CSR(NamedTuple):
     value: Tensor  # [entries], value of each entry
 
 
-class RelationMatrix(NamedTuple):
+class RelationMatrix(nn.Module):
     """The adjacency matrices of R relations, [N, N] each, stacked vertically, [M, N].
 
     If all rows are stored, M is R * N, row r * N + i belongs to relation r and node i, and
-    `relation` and `node` are None. If only rows with edges are stored, `relation` and `node` are
-    the relation and the node of each row, long [M].
-    """
-
-    csr: CSR
-    relation: Tensor | None
-    node: Tensor | None
-
-
-class RelationStack(nn.Module):
-    """The matrices A_r of all relations as one CSR matrix [R * N, N], and also their transposes.
-
-    A_r[i, j] is the weight of the edge of relation r that leads from node j to node i. If less than
-    half of the rows have edges, only these rows are stored. Otherwise, a product would spend nearly
-    all of its time on empty rows.
+    `relation` and `node` are None. If less than half of the rows have edges, only these rows are
+    stored, because a product would spend nearly all of its time on empty rows. `relation` and
+    `node` are then the relation and the node of each row, long [M].
 
     Args:
-        edge_index: source and target of each edge, long [2, E].
+        edge_index: row node and column node of each edge, long [2, E].
         relation: relation of each edge, long [E].
         weight: weight of each edge, [E].
     """
@@ -65,39 +53,44 @@ class RelationStack(nn.Module):
         num_nodes: int,
     ):
         super().__init__()
-        source, target = edge_index
-        for name, row_node, col in (("by_target", target, source), ("by_source", source, target)):
-            row = relation * num_nodes + row_node
-            order = torch.argsort(row * num_nodes + col)
-            row = row[order]
-            stored, place = row.unique_consecutive(return_inverse=True)
-            stored_relation = stored_node = None
-            num_rows = num_relations * num_nodes
-            if len(stored) < self.SPARSE * num_rows:
-                num_rows = len(stored)
-                row = place
-                stored_relation = stored // num_nodes
-                stored_node = stored % num_nodes
-            self._buffer(f"{name}_ptr", index2ptr(row, num_rows).int())
-            self._buffer(f"{name}_col", col[order].int())
-            self._buffer(f"{name}_weight", weight[order])
-            self._buffer(f"{name}_relation", stored_relation)
-            self._buffer(f"{name}_node", stored_node)
-
-    def _buffer(self, name: str, tensor: Tensor | None) -> None:
-        self.register_buffer(name, tensor, persistent=False)
+        row_node, col = edge_index
+        row = relation * num_nodes + row_node
+        order = torch.argsort(row * num_nodes + col)
+        row = row[order]
+        stored, place = row.unique_consecutive(return_inverse=True)
+        stored_relation = stored_node = None
+        num_rows = num_relations * num_nodes
+        if len(stored) < self.SPARSE * num_rows:
+            num_rows = len(stored)
+            row = place
+            stored_relation = stored // num_nodes
+            stored_node = stored % num_nodes
+        self.register_buffer("ptr", index2ptr(row, num_rows).int(), persistent=False)
+        self.register_buffer("col", col[order].int(), persistent=False)
+        self.register_buffer("value", weight[order], persistent=False)
+        self.register_buffer("relation", stored_relation, persistent=False)
+        self.register_buffer("node", stored_node, persistent=False)
 
     @property
-    def by_target(self) -> RelationMatrix:
-        """The matrices A_r: row r * N + i has the edges of relation r that lead to node i."""
-        csr = CSR(self.by_target_ptr, self.by_target_col, self.by_target_weight)
-        return RelationMatrix(csr, self.by_target_relation, self.by_target_node)
+    def csr(self) -> CSR:
+        return CSR(self.ptr, self.col, self.value)
 
-    @property
-    def by_source(self) -> RelationMatrix:
-        """The transposes of A_r: row r * N + i has the edges of relation r that leave node i."""
-        csr = CSR(self.by_source_ptr, self.by_source_col, self.by_source_weight)
-        return RelationMatrix(csr, self.by_source_relation, self.by_source_node)
+
+class RelationStack(nn.Module):
+    """The matrices A_r of all relations, and also their transposes.
+
+    A_r[i, j] is the weight of the edge of relation r that leads from node j to node i. In
+    `by_target`, row r * N + i has the edges of relation r that lead to node i. In `by_source`, it
+    has the edges that leave node i.
+
+    The arguments are those of `RelationMatrix`; `edge_index` has the source and the target of each
+    edge.
+    """
+
+    def __init__(self, edge_index: Tensor, *arguments: Any):
+        super().__init__()
+        self.by_source = RelationMatrix(edge_index, *arguments)
+        self.by_target = RelationMatrix(edge_index.flip(0), *arguments)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Returns the sum over the relations r of gate_r * (A_r @ x), [N, B, H].

@@ -22,6 +22,7 @@ from torch import Tensor
 from errors import UserError
 
 log = logging.getLogger("metrics")
+Metric = Callable[..., Tensor]
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
@@ -38,12 +39,10 @@ def mean_and_std(values: Tensor, weight: Tensor | float = 1.0) -> tuple[Tensor, 
     Values that are nan are ignored. `weight` contains the weights of the values, [n, T]. A standard
     deviation of 0 is replaced by 1.
     """
-    present = ~values.isnan()
-    weight = (weight * present).to(values.dtype)
     # The median is subtracted first, so that the mean of equal values is exact.
     middle = values.nanmedian(dim=0).values
-    mean = middle + weighted_mean((values - middle).where(present, 0.0), weight)
-    std = weighted_mean((values - mean).where(present, 0.0).square(), weight).sqrt()
+    mean = middle + mean_present(values - middle, values, weight)
+    std = mean_present((values - mean).square(), values, weight).sqrt()
     largest = values.nan_to_num().abs().amax(dim=0)
     return mean, std.where(std > 1e-12 * largest, 1.0)
 
@@ -120,7 +119,7 @@ def as_ranked(y: Tensor, prediction: Tensor) -> Tensor:
 
 
 # ---- For the log and the best model --------------------------------------------------------------
-def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list[str]:
+def outputs_of(metric: Metric, but: Collection[str] = ()) -> list[str]:
     """Returns the names of the further predictions that a metric needs, such as `sd`.
 
     They are its parameters after the weight, without a default. Names in `but` are left out.
@@ -131,10 +130,7 @@ def outputs_of(metric: Callable[..., Tensor], but: Collection[str] = ()) -> list
 
 
 def apply(
-    metric: Callable[..., Tensor],
-    y: Tensor,
-    predictions: dict[str, Tensor],
-    weight: Tensor | float = 1.0,
+    metric: Metric, y: Tensor, predictions: dict[str, Tensor], weight: Tensor | float = 1.0
 ) -> Tensor:
     """Returns the value of a metric, [T], given {name: predictions, [n, T]}."""
     outputs = {name: predictions[name] for name in outputs_of(metric)}
@@ -146,7 +142,7 @@ def metrics_beside_rivals(
     predictions: dict[str, Tensor],
     rivals: dict[str, Tensor],
     weight: Tensor | float = 1.0,
-    functions: dict[str, Callable[..., Tensor]] | None = None,
+    functions: dict[str, Metric] | None = None,
 ) -> dict[str, Tensor]:
     """Returns {name: value, [T]} of the metrics of the model and of each rival.
 
@@ -179,10 +175,8 @@ def check_metrics(y: Tensor, criterion: Any, loss: str) -> None:
     predictions = criterion.predictions(y.new_zeros(*y.shape, len(criterion.columns)))
     shapes = {values.shape for values in predictions.values()}
     if next(iter(predictions)) != "prediction" or shapes != {y.shape}:
-        raise UserError(
-            f"optim.loss={loss}: its `predictions` must return `prediction` first, and each entry "
-            "with one value for each row and score, [n, T]: see losses.py"
-        )
+        problem = f"optim.loss={loss}: `predictions` must return `prediction` first"
+        raise UserError(f"{problem}, and one value for each row and score, [n, T]: see losses.py")
     # The true scores as predictions, with further predictions such as an `sd`.
     truth = predictions | {"prediction": y.where(~y.isnan(), y.nanmean(dim=0))}
     first = first_metric()
@@ -196,10 +190,8 @@ def check_metrics(y: Tensor, criterion: Any, loss: str) -> None:
     shuffled = {name: values[order] for name, values in truth.items()}
     gain = apply(METRICS[first], y, truth) - apply(METRICS[first], y, shuffled)
     if gain.nanmean() < 0:
-        raise UserError(
-            f"the first metric of metrics.METRICS, {first}, is smaller for better predictions: "
-            "return its negative, because the largest value chooses the best model"
-        )
+        problem = f"the first metric of metrics.METRICS, {first}, is smaller for better predictions"
+        raise UserError(f"{problem}: return its negative, because larger values must be better")
 
 
 def names_in(metrics: dict[str, Any]) -> list[str]:

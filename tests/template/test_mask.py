@@ -7,7 +7,7 @@ from torch_geometric.data import Batch, HeteroData
 
 from mask import EdgeMasks, SharedGraph, num_samples
 from mask_copies import CopiedGraph
-from mask_product import RelationStack, _segment_product, sparse_product
+from mask_product import RelationMatrix, _segment_product, sparse_product
 from tests.loops import (
     DEAD,
     LEVELS,
@@ -123,7 +123,7 @@ def test_sums_and_gradients_have_the_precision_of_the_graph(
     """
     gate = normal(3, 8, seed=1) if gated else torch.ones(3, 8)
     expected = sums_and_gradients(SharedGraph(graph).double(), gate)
-    monkeypatch.setattr(RelationStack, "SPARSE", sparse)
+    monkeypatch.setattr(RelationMatrix, "SPARSE", sparse)
     shared = SharedGraph(graph)
     assert (shared.stack.by_target.node is None) == (sparse == 0)
     found = sums_and_gradients(shared, gate if gated else None, autocast)
@@ -145,7 +145,7 @@ def test_many_rows_without_edges_are_not_stored(graph, monkeypatch):
         assert matrix.relation.equal(rows // NUM_NODES)
         assert matrix.node.equal(rows % NUM_NODES)
     found = sums_and_gradients(shared, normal(13, 8))
-    monkeypatch.setattr(RelationStack, "SPARSE", 0)
+    monkeypatch.setattr(RelationMatrix, "SPARSE", 0)
     expected = sums_and_gradients(SharedGraph(graph), normal(13, 8))
     torch.testing.assert_close(found, expected)
 

@@ -134,4 +134,4 @@ def test_scores_of_0_and_1_are_fitted_as_probabilities(train, predict, tmp_path)
 def test_loss_binary_requires_scores_of_0_and_1(train):
     wrong = train(0, "optim.loss=binary")
     assert wrong.returncode == 2
-    assert "optim.loss=binary needs scores that are 0 or 1" in wrong.stderr
+    assert "optim.loss=binary needs scores of 0 and 1" in wrong.stderr
