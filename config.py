@@ -70,28 +70,35 @@ class Config:
         """Returns all options as YAML that `read_options` can read."""
         return yaml.dump(asdict(self), Dumper=OptionsDumper, sort_keys=False)
 
+    def changed_options(self, earlier: Mapping[str, Mapping], *rules: str) -> dict[str, Any]:
+        """Returns the options that differ from earlier options.
+
+        Args:
+            earlier: {section: {option: value}}, such as the entry `config` of a checkpoint. An
+                option that it does not have had its default value.
+            rules: only options with one of these `resume` rules are returned, such as "fixed".
+
+        Returns:
+            {"section.key": earlier value}.
+        """
+        known = all_options()
+        earlier_options = Config().options() | by_key(earlier)
+        changed = {}
+        for key, value in self.options().items():
+            if known[key].metadata["resume"] in rules and value != earlier_options[key]:
+                changed[key] = earlier_options[key]
+        return changed
+
     def free_options(self) -> list[str]:
         """Returns the keys of the options that are "free" or have their default values."""
-        rules = self.resume_rules()
-        defaults = Config().options()
-        given = self.options()
-        return [key for key in given if rules[key] == "free" or given[key] == defaults[key]]
+        others = self.changed_options({}, "fixed", "noted")
+        return [key for key in self.options() if key not in others]
 
     def shared_options(self) -> dict[str, Any]:
         """Returns the options that must be the same on all ranks: all except paths."""
         known = all_options()
         given = self.options()
         return {key: given[key] for key in given if not known[key].metadata.get("path")}
-
-    def resume_rules(self) -> dict[str, str]:
-        """Returns {"section.key": rule} for all options: "fixed", "free" or "noted"."""
-        rules = {}
-        for section in fields(self):
-            rule_of_section = section.metadata.get("resume", "noted")
-            for option in fields(getattr(self, section.name)):
-                rule = option.metadata.get("resume", rule_of_section)
-                rules[f"{section.name}.{option.name}"] = rule
-        return rules
 
 
 class Parser(argparse.ArgumentParser):
@@ -319,12 +326,16 @@ def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
 
 # ---- Checking ------------------------------------------------------------------------------------
 def all_options() -> dict[str, Field]:
-    """Returns {"section.key": field of the dataclass} for all options."""
+    """Returns {"section.key": field of the dataclass} for all options.
+
+    The `metadata` of each field have a rule `resume`.
+    """
     options = {}
     for section in fields(Config):
         hints = get_type_hints(section.type)
         for option in fields(section.type):
             option.type = hints[option.name]  # an annotation can be a string
+            option.metadata = {"resume": "noted", **section.metadata, **option.metadata}
             options[f"{section.name}.{option.name}"] = option
     return options
 

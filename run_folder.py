@@ -219,33 +219,12 @@ class RunFolder:
         elif checkpoint["data"] != self.origin.data:
             raise UserError(f"{file} was trained on different data or a different split: {advice}")
         given = self.config.options()
-        for key, earlier in self.changed_options(checkpoint, "fixed").items():
+        changed = self.config.changed_options(checkpoint["config"], "fixed")
+        for key, earlier in changed.items():
             raise UserError(
                 f"{file} was trained with {key}={earlier}, not {given[key]}: "
                 f"restore that value, or {advice}"
             )
-
-    def changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
-        """Returns the options that have changed since a checkpoint.
-
-        If the checkpoint does not have an option, the earlier value is the default of the option.
-
-        Args:
-            checkpoint: the entries of the checkpoint.
-            rule: only options with this `resume` rule are returned, such as "fixed".
-
-        Returns:
-            {"section.key": earlier value}.
-        """
-        rules = self.config.resume_rules()
-        defaults = type(self.config)().options()
-        changed = {}
-        for key, given in self.config.options().items():
-            section, _, name = key.partition(".")
-            earlier = checkpoint["config"].get(section, {}).get(name, defaults[key])
-            if rules[key] == rule and earlier != given:
-                changed[key] = earlier
-        return changed
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
         """Returns the entries of the checkpoint to resume from, or None to start a run.
