@@ -352,10 +352,9 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
 def convert(key: str, value: Any, option: Field) -> Any:
     """Returns `value` in the type of the option; raises `UserError` for a wrong type or range."""
     with contextlib.suppress(ValueError, OverflowError):
-        converted = as_type(value, option.type)
-        if is_in_range(converted, option.metadata):
-            is_path = option.metadata.get("path")
-            return expand_path(converted, f"{key}=") if is_path else converted
+        converted = as_type(value, option.type, option.metadata)
+        is_path = option.metadata.get("path")
+        return expand_path(converted, f"{key}=") if is_path else converted
     kind = describe_type(option.type)
     limits = []
     for name, sign in (("min", ">="), ("max", "<=")):
@@ -375,33 +374,25 @@ def expand_path(path: str, where: str = "") -> str:
     return expanded
 
 
-def as_type(value: Any, kind: Any) -> Any:
-    """Returns `value` if it has the type `kind`; raises `ValueError` otherwise.
+def as_type(value: Any, kind: Any, limits: Mapping[str, float]) -> Any:
+    """Returns `value`, of the type `kind`; an int is converted to a float if necessary.
 
-    An int is also accepted as a float, and is converted.
+    Raises `ValueError` if the value has a different type, or if a number, also in a list, is not in
+    the range from `limits["min"]` to `limits["max"]` or does not fit in 64 bits.
     """
-    if get_origin(kind) is list and type(value) is list:
-        (kind_of_items,) = get_args(kind)
-        return [as_type(item, kind_of_items) for item in value]
+    if type(value) is list and (get_origin(kind) or kind) is list:
+        (kind_of_items,) = get_args(kind) or (Any,)
+        return [as_type(item, kind_of_items, limits) for item in value]
     if get_origin(kind) is Literal and value in get_args(kind):
         return value
     if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is (get_origin(kind) or kind):
-        return value
-    raise ValueError(f"{value!r} is not of type {kind}")
-
-
-def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
-    """Returns whether a number, or every number of a list, is in its range and fits in 64 bits.
-
-    Values of other types are always in range.
-    """
-    if type(value) is list:
-        return all(is_in_range(item, limits) for item in value)
-    if type(value) not in (int, float):
-        return True
-    return limits.get("min", -MOST) <= value <= limits.get("max", MOST)
+        value = float(value)
+    if kind is not Any and type(value) is not (get_origin(kind) or kind):
+        raise ValueError(f"{value!r} is not of type {kind}")
+    smallest = limits.get("min", -MOST)
+    if type(value) in (int, float) and not smallest <= value <= limits.get("max", MOST):
+        raise ValueError(f"{value!r} is not in the range of the option")
+    return value
 
 
 def describe_type(kind: Any) -> str:
