@@ -137,7 +137,7 @@ def run_command(
         read_settings: returns the settings for these words. Settings have a field `ddp`.
         command: the function to call with the settings and this rank's `Distributed`.
     """
-    with log_to_console(), restored_settings():
+    with process_state():
         settings = Config()
         problem = None
         try:
@@ -159,43 +159,35 @@ def run_command(
 
 
 @contextlib.contextmanager
-def log_to_console() -> Iterator[None]:
+def process_state() -> Iterator[None]:
     """Prints the log of rank 0 to stdout, and collects warnings, until the block ends.
 
-    Errors are not printed here, because `Distributed.report_failure` prints them to stderr.
+    Errors are not printed here, because `Distributed.report_failure` prints them to stderr. After
+    the block, logging, environment variables, random state and torch modes are restored.
     """
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    warnings_so_far.texts.clear()
+    warnings_so_far.flush()
     logger = logging.getLogger()
     level = logger.level
     raises = logging.raiseExceptions
+    variables = dict(os.environ)
+    deterministic = torch.get_deterministic_debug_mode()
+    show_warning = warnings.showwarning
     logger.setLevel(logging.INFO)
     logging.raiseExceptions = False  # stdout may be a closed pipe
     for handler in (console, warnings_so_far):
         logger.addHandler(handler)
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            yield
     finally:
         for handler in (console, warnings_so_far):
             logger.removeHandler(handler)
         logging.raiseExceptions = raises
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def restored_settings() -> Iterator[None]:
-    """Restores environment variables, random state and torch modes after the block."""
-    variables = dict(os.environ)
-    deterministic = torch.get_deterministic_debug_mode()
-    show_warning = warnings.showwarning
-    try:
-        with torch.random.fork_rng(devices=()):
-            yield
-    finally:
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(variables)
         torch.set_deterministic_debug_mode(deterministic)
         # `captureWarnings` replaces this function, unless the caller has already called it. In that
