@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,9 @@ from run_checkpoint import (
 log = logging.getLogger("run_folder")
 
 
-class Warnings(logging.Handler):
-    """A logging handler that collects the texts of warnings. Repeated texts are kept once."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = {}  # a dict used as an ordered set
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING:
-            self.texts[record.getMessage()] = None
-
-
-warnings_so_far = Warnings()  # collects all warnings of this process, for status.json
+# Collects all warnings of this process in its `buffer`, for status.json.
+warnings_so_far = BufferingHandler(capacity=sys.maxsize)
+warnings_so_far.addFilter(lambda record: record.levelno == logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -426,7 +417,8 @@ class RunFolder:
         """
         if self.ddp.rank != 0:
             return
-        warnings = list(warnings_so_far.texts)
+        texts = [record.getMessage() for record in warnings_so_far.buffer]
+        warnings = list(dict.fromkeys(texts))  # repeated texts are written once
         row = {"state": state, **self.saved, "reason": reason, "warnings": warnings}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])
