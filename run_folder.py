@@ -85,8 +85,7 @@ class LogConfig:
 class RunFolder:
     """The files of a run.
 
-    Use `open` to create an object. Then call `resume`, which opens the files, before the methods
-    that write.
+    Call `resume`, which creates, locks and opens the files, before the methods that write.
 
     Args:
         config: the `config.Config` of the run.
@@ -112,22 +111,6 @@ class RunFolder:
         self.started_at = 0.0  # start of training, from `time.perf_counter`
 
     # ---- Opening ---------------------------------------------------------------------------------
-    @classmethod
-    def open(cls, *arguments: Any) -> "RunFolder":
-        """Returns a `RunFolder` with these arguments, and creates and locks the folder.
-
-        A collective. Raises `UserError` on all ranks if the folder cannot be written, or if another
-        process uses it.
-        """
-        folder = cls(*arguments)
-        with folder.ddp.sync_errors():
-            if folder.ddp.rank == 0:
-                with explain_write_errors(folder.path, UserError):
-                    folder.checkpoints.mkdir(parents=True, exist_ok=True)
-                    folder._lock()
-                    folder._log_to_file()
-        return folder
-
     def _lock(self) -> None:
         """Locks the folder, and raises `UserError` if another process locks it for 10 seconds.
 
@@ -157,7 +140,7 @@ class RunFolder:
         self.ddp.cleanup.callback(logging.getLogger().removeHandler, handler)
 
     def resume(self, state: TrainState, steps_per_epoch: int) -> None:
-        """Restores the state of training, and opens the files of the run. A collective.
+        """Locks the folder, restores the state of training, and opens the files. A collective.
 
         The state comes from the newest checkpoint in the folder. If the folder has no checkpoint,
         the state comes from the file run.resume. With run.resume=auto, there is no such file: the
@@ -168,12 +151,15 @@ class RunFolder:
             steps_per_epoch: the number of steps of an epoch.
 
         Raises:
-            UserError: a file cannot be read or written, or the checkpoint belongs to a different
-                run. Every rank raises this error.
+            UserError: a file cannot be read or written, another process uses the folder, or the
+                checkpoint belongs to a different run. Every rank raises this error.
         """
         checkpoint = None
-        with self.ddp.sync_errors():
+        with self.ddp.sync_errors(), explain_write_errors(self.path, UserError):
             if self.ddp.rank == 0:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                self._lock()
+                self._log_to_file()
                 checkpoint = self.newest_checkpoint()
                 init = self.config.run.init
                 if checkpoint is not None:
@@ -191,11 +177,15 @@ class RunFolder:
         changes = optional("run_changes")
         self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
         ranks = describe(self.ddp)
-        with self.ddp.sync_errors():
-            if self.ddp.rank == 0 and state.step > 0 and changes is not None:
+        with self.ddp.sync_errors(), explain_write_errors(self.path, UserError):
+            if self.ddp.rank != 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._log_to_file()
+                return
+            if state.step > 0 and changes is not None:
                 changes.compare_steps(self, state, checkpoint, steps_per_epoch)
             self._start_files(state, ranks, steps_per_epoch)
-            if self.ddp.rank == 0 and state.best is not None:
+            if state.best is not None:
                 self._restore_best(checkpoint, state, steps_per_epoch)
 
     def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
@@ -246,22 +236,14 @@ class RunFolder:
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def _start_files(self, state: TrainState, ranks: str, steps_per_epoch: int) -> None:
-        """Writes the configuration and the environment, and opens the metrics, on rank 0.
-
-        The other ranks only open their logs.
-        """
-        with explain_write_errors(self.path, UserError):
-            if self.ddp.rank != 0:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._log_to_file()
-                return
-            write_atomically(self.path / "config.yaml", [self.config.text()])
-            self._add_environment(ranks)
-            if not state.is_trained(self.config.optim, steps_per_epoch):
-                # The run has finished before, with fewer epochs. Its test results are outdated.
-                for name in ("test.tsv", "test.json"):
-                    (self.path / name).unlink(missing_ok=True)
-            self._open_metrics(state)
+        """Writes the configuration and the environment, and opens the metrics."""
+        write_atomically(self.path / "config.yaml", [self.config.text()])
+        self._add_environment(ranks)
+        if not state.is_trained(self.config.optim, steps_per_epoch):
+            # The run has finished before, with fewer epochs. Its test results are outdated.
+            for name in ("test.tsv", "test.json"):
+                (self.path / name).unlink(missing_ok=True)
+        self._open_metrics(state)
         is_resumed = state.step > 0 or state.best is not None
         self.event("resumed" if is_resumed else "started", state)
         self.ddp.on_failure = lambda reason: self.event("failed", state, reason)
@@ -290,11 +272,10 @@ class RunFolder:
         saved["graph"] = self.origin.graph
         best = best_checkpoint(saved, state)
         best |= {"step": step, "epoch": step // steps_per_epoch}
-        with explain_write_errors(path, UserError):
-            # Without this checkpoint, the next start would resume from best.pt.
-            if not self.step_files():
-                save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
-            save_atomically(path, best)
+        # Without this checkpoint, the next start would resume from best.pt.
+        if not self.step_files():
+            save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
+        save_atomically(path, best)
 
     def _add_environment(self, ranks: str) -> None:
         """Adds this start to environment.txt, and logs versions that have changed."""
@@ -384,9 +365,8 @@ class RunFolder:
                 # best.pt is written first. If the run is killed after that, it resumes from the
                 # previous checkpoint, and writes both files again.
                 if is_best:
-                    save_atomically(
-                        self.checkpoints / "best.pt", best_checkpoint(checkpoint, state)
-                    )
+                    best = best_checkpoint(checkpoint, state)
+                    save_atomically(self.checkpoints / "best.pt", best)
                 save_atomically(path, checkpoint)
                 saved = [other for other in self.step_files() if other.name <= path.name]
                 for other in saved[self.config.checkpoint.keep_last :]:

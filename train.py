@@ -116,7 +116,7 @@ def train(config: Config, ddp: Distributed) -> None:
         rank=ddp.rank,
         seed=config.run.seed,
     )
-    folder = RunFolder.open(config, ddp, task.origin(code), list(task.rivals))
+    folder = RunFolder(config, ddp, task.origin(code), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     if task.graph is not None:
         from run_results import write_graph  # copies without a graph do not have this module
