@@ -48,7 +48,7 @@ from torch_geometric.data import Data
 
 from config import Config, Parser, all_options_text, load_config, run_command
 from data_loader import StepSampler, make_loader
-from ddp_ends import StopTraining, end_process
+from ddp_ends import StopRequest, StopTraining, end_process
 from ddp_setup import Distributed, library_versions
 from errors import RunError, counted
 from evaluate import predict_rows
@@ -123,7 +123,7 @@ def train(config: Config, ddp: Distributed) -> None:
 
         write_graph(folder, task.tables)
     # After this call, a signal or the file STOP stops training after the same step on all ranks.
-    ddp.stop_on_request(folder.path / "STOP")
+    ddp.stop = StopRequest(folder.path / "STOP", ddp.cleanup)
     step_parts = StepParts(model, task.dataset, update_parameters)
     if task.captures_steps:
         from model_graphs import capture
