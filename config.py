@@ -347,7 +347,9 @@ def convert(key: str, value: Any, option: Field) -> Any:
         converted = as_type(value, option.type, option.metadata)
         is_path = option.metadata.get("path")
         return expand_path(converted, f"{key}=") if is_path else converted
-    kind = describe_type(option.type)
+    kind = str(option.type) if get_origin(option.type) else option.type.__name__
+    if get_origin(option.type) is Literal:
+        kind = " or ".join(map(str, get_args(option.type)))
     limits = []
     for name, sign in (("min", ">="), ("max", "<=")):
         if name in option.metadata:
@@ -385,10 +387,3 @@ def as_type(value: Any, kind: Any, limits: Mapping[str, float]) -> Any:
     if type(value) in (int, float) and not smallest <= value <= limits.get("max", MOST):
         raise ValueError(f"{value!r} is not in the range of the option")
     return value
-
-
-def describe_type(kind: Any) -> str:
-    """Returns the name of a type, for an error message."""
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    return str(kind) if get_origin(kind) else kind.__name__

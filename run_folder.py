@@ -101,13 +101,9 @@ class RunFolder:
         self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
-        # The step and epoch of the newest checkpoint, from which a restart would resume.
-        self.saved = {"step": 0, "epoch": 0}
         self.rows = []  # the rows of metrics.jsonl
         self.profiler = None
         self.loss_and_speed = ""  # a text about the last steps, for the progress bar
-        self.first_step = 0  # the step from which this process started or resumed
-        self.last_step = 0  # the last step of the run
         self.started_at = 0.0  # start of training, from `time.perf_counter`
 
     # ---- Opening ---------------------------------------------------------------------------------
@@ -171,9 +167,10 @@ class RunFolder:
         checkpoint = self.ddp.broadcast(checkpoint)
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
+        # The step and epoch of the newest checkpoint, from which a restart would resume.
         self.saved = {"step": state.step, "epoch": state.epoch}
-        self.first_step = state.step
-        self.last_step = steps_per_epoch * self.config.optim.epochs
+        self.first_step = state.step  # the step from which this process started or resumed
+        self.last_step = steps_per_epoch * self.config.optim.epochs  # the last step of the run
         changes = optional("run_changes")
         self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
         ranks = describe(self.ddp)

@@ -331,13 +331,12 @@ class Meter:
     """
 
     def __init__(self, task: KnockoutTask, ddp: Distributed):
-        self.num_targets = task.num_targets
         self.optim = task.config.optim
         self.ddp = ddp
         self.start = time.perf_counter()
         # Sums for each score, [T]: the losses of this rank, and the weights over all ranks.
-        self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=ddp.device)
-        self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
+        self.loss = torch.zeros(task.num_targets, dtype=torch.float64, device=ddp.device)
+        self.weight = torch.zeros(task.num_targets, dtype=torch.float64)
         self.num_samples = 0
         # The loss of this rank in the current step, over all scores.
         self.loss_of_step = torch.zeros((), device=ddp.device)
@@ -371,7 +370,7 @@ class Meter:
         # `cpu` waits until the device has finished all steps.
         losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()
         elapsed = time.perf_counter() - self.start
-        loss_of_scores, loss_of_steps = losses.split([self.num_targets, num_steps])
+        loss_of_scores, loss_of_steps = losses.split([len(self.loss), num_steps])
         steps = zip(norm.tolist(), scale.tolist(), loss_of_steps.tolist(), strict=True)
         self._count_skipped(list(steps), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
