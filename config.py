@@ -137,7 +137,7 @@ def run_command(
         read_settings: returns the settings for these words. Settings have a field `ddp`.
         command: the function to call with the settings and this rank's `Distributed`.
     """
-    with process_state():
+    with restored_process():
         settings = Config()
         problem = None
         try:
@@ -159,7 +159,7 @@ def run_command(
 
 
 @contextlib.contextmanager
-def process_state() -> Iterator[None]:
+def restored_process() -> Iterator[None]:
     """Prints the log of rank 0 to stdout, and collects warnings, until the block ends.
 
     Errors are not printed here, because `Distributed.report_failure` prints them to stderr. After
