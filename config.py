@@ -70,28 +70,35 @@ class Config:
         """Returns all options as YAML that `read_options` can read."""
         return yaml.dump(asdict(self), Dumper=OptionsDumper, sort_keys=False)
 
+    def changed_options(self, earlier: Mapping[str, Mapping], *rules: str) -> dict[str, Any]:
+        """Returns the options that differ from earlier options.
+
+        Args:
+            earlier: {section: {option: value}}, such as the entry `config` of a checkpoint. An
+                option that it does not have had its default value.
+            rules: only options with one of these `resume` rules are returned, such as "fixed".
+
+        Returns:
+            {"section.key": earlier value}.
+        """
+        known = all_options()
+        earlier_options = Config().options() | by_key(earlier)
+        changed = {}
+        for key, value in self.options().items():
+            if known[key].metadata["resume"] in rules and value != earlier_options[key]:
+                changed[key] = earlier_options[key]
+        return changed
+
     def free_options(self) -> list[str]:
         """Returns the keys of the options that are "free" or have their default values."""
-        rules = self.resume_rules()
-        defaults = Config().options()
-        given = self.options()
-        return [key for key in given if rules[key] == "free" or given[key] == defaults[key]]
+        others = self.changed_options({}, "fixed", "noted")
+        return [key for key in self.options() if key not in others]
 
     def shared_options(self) -> dict[str, Any]:
         """Returns the options that must be the same on all ranks: all except paths."""
         known = all_options()
         given = self.options()
         return {key: given[key] for key in given if not known[key].metadata.get("path")}
-
-    def resume_rules(self) -> dict[str, str]:
-        """Returns {"section.key": rule} for all options: "fixed", "free" or "noted"."""
-        rules = {}
-        for section in fields(self):
-            rule_of_section = section.metadata.get("resume", "noted")
-            for option in fields(getattr(self, section.name)):
-                rule = option.metadata.get("resume", rule_of_section)
-                rules[f"{section.name}.{option.name}"] = rule
-        return rules
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,7 +137,7 @@ def run_command(
         read_settings: returns the settings for these words. Settings have a field `ddp`.
         command: the function to call with the settings and this rank's `Distributed`.
     """
-    with log_to_console(), restored_settings():
+    with restored_process():
         settings = Config()
         problem = None
         try:
@@ -152,43 +159,35 @@ def run_command(
 
 
 @contextlib.contextmanager
-def log_to_console() -> Iterator[None]:
+def restored_process() -> Iterator[None]:
     """Prints the log of rank 0 to stdout, and collects warnings, until the block ends.
 
-    Errors are not printed here, because `Distributed.report_failure` prints them to stderr.
+    Errors are not printed here, because `Distributed.report_failure` prints them to stderr. After
+    the block, logging, environment variables, random state and torch modes are restored.
     """
     console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     console.addFilter(lambda record: record.levelno < logging.ERROR)
-    warnings_so_far.texts.clear()
+    warnings_so_far.flush()
     logger = logging.getLogger()
     level = logger.level
     raises = logging.raiseExceptions
+    variables = dict(os.environ)
+    deterministic = torch.get_deterministic_debug_mode()
+    show_warning = warnings.showwarning
     logger.setLevel(logging.INFO)
     logging.raiseExceptions = False  # stdout may be a closed pipe
     for handler in (console, warnings_so_far):
         logger.addHandler(handler)
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            yield
     finally:
         for handler in (console, warnings_so_far):
             logger.removeHandler(handler)
         logging.raiseExceptions = raises
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def restored_settings() -> Iterator[None]:
-    """Restores environment variables, random state and torch modes after the block."""
-    variables = dict(os.environ)
-    deterministic = torch.get_deterministic_debug_mode()
-    show_warning = warnings.showwarning
-    try:
-        with torch.random.fork_rng(devices=()):
-            yield
-    finally:
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(variables)
         torch.set_deterministic_debug_mode(deterministic)
         # `captureWarnings` replaces this function, unless the caller has already called it. In that
@@ -319,12 +318,16 @@ def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
 
 # ---- Checking ------------------------------------------------------------------------------------
 def all_options() -> dict[str, Field]:
-    """Returns {"section.key": field of the dataclass} for all options."""
+    """Returns {"section.key": field of the dataclass} for all options.
+
+    The `metadata` of each field have a rule `resume`.
+    """
     options = {}
     for section in fields(Config):
         hints = get_type_hints(section.type)
         for option in fields(section.type):
             option.type = hints[option.name]  # an annotation can be a string
+            option.metadata = {"resume": "noted", **section.metadata, **option.metadata}
             options[f"{section.name}.{option.name}"] = option
     return options
 
@@ -341,11 +344,12 @@ def check_names(keys: Iterable[str], place: str = "") -> None:
 def convert(key: str, value: Any, option: Field) -> Any:
     """Returns `value` in the type of the option; raises `UserError` for a wrong type or range."""
     with contextlib.suppress(ValueError, OverflowError):
-        converted = as_type(value, option.type)
-        if is_in_range(converted, option.metadata):
-            is_path = option.metadata.get("path")
-            return expand_path(converted, f"{key}=") if is_path else converted
-    kind = describe_type(option.type)
+        converted = as_type(value, option.type, option.metadata)
+        is_path = option.metadata.get("path")
+        return expand_path(converted, f"{key}=") if is_path else converted
+    kind = str(option.type) if get_origin(option.type) else option.type.__name__
+    if get_origin(option.type) is Literal:
+        kind = " or ".join(map(str, get_args(option.type)))
     limits = []
     for name, sign in (("min", ">="), ("max", "<=")):
         if name in option.metadata:
@@ -364,37 +368,22 @@ def expand_path(path: str, where: str = "") -> str:
     return expanded
 
 
-def as_type(value: Any, kind: Any) -> Any:
-    """Returns `value` if it has the type `kind`; raises `ValueError` otherwise.
+def as_type(value: Any, kind: Any, limits: Mapping[str, float]) -> Any:
+    """Returns `value`, of the type `kind`; an int is converted to a float if necessary.
 
-    An int is also accepted as a float, and is converted.
+    Raises `ValueError` if the value has a different type, or if a number, also in a list, is not in
+    the range from `limits["min"]` to `limits["max"]` or does not fit in 64 bits.
     """
-    if get_origin(kind) is list and type(value) is list:
-        (kind_of_items,) = get_args(kind)
-        return [as_type(item, kind_of_items) for item in value]
+    if type(value) is list and (get_origin(kind) or kind) is list:
+        (kind_of_items,) = get_args(kind) or (Any,)
+        return [as_type(item, kind_of_items, limits) for item in value]
     if get_origin(kind) is Literal and value in get_args(kind):
         return value
     if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is (get_origin(kind) or kind):
-        return value
-    raise ValueError(f"{value!r} is not of type {kind}")
-
-
-def is_in_range(value: Any, limits: Mapping[str, float]) -> bool:
-    """Returns whether a number, or every number of a list, is in its range and fits in 64 bits.
-
-    Values of other types are always in range.
-    """
-    if type(value) is list:
-        return all(is_in_range(item, limits) for item in value)
-    if type(value) not in (int, float):
-        return True
-    return limits.get("min", -MOST) <= value <= limits.get("max", MOST)
-
-
-def describe_type(kind: Any) -> str:
-    """Returns the name of a type, for an error message."""
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    return str(kind) if get_origin(kind) else kind.__name__
+        value = float(value)
+    if kind is not Any and type(value) is not (get_origin(kind) or kind):
+        raise ValueError(f"{value!r} is not of type {kind}")
+    smallest = limits.get("min", -MOST)
+    if type(value) in (int, float) and not smallest <= value <= limits.get("max", MOST):
+        raise ValueError(f"{value!r} is not in the range of the option")
+    return value

@@ -22,11 +22,12 @@ log.addHandler(logging.NullHandler())  # without it, the preflight would print e
 PARENT_PID = os.getppid()  # the pid of torchrun, if torchrun launched this process
 
 
-def log_and_print(text: str) -> None:
-    """Logs an error, and prints it to stderr."""
+def report_error(text: str, is_printed: bool = True) -> None:
+    """Logs an error, and prints it to stderr if `is_printed` is True."""
     log.error(text)
-    with contextlib.suppress(OSError):  # stderr may be a closed pipe
-        print(text, file=sys.stderr, flush=True)
+    if is_printed:
+        with contextlib.suppress(OSError):  # stderr may be a closed pipe
+            print(text, file=sys.stderr, flush=True)
 
 
 class StopTraining(Exception):
@@ -39,11 +40,11 @@ class StopTraining(Exception):
 class StopRequest:
     """Notices requests to stop training.
 
-    A request is a signal, a STOP file, or the exit of the torchrun that launched this process. The
-    object handles signals from its creation until `close`.
+    A request is a signal, a STOP file, or the exit of the torchrun that launched this process.
 
     Args:
         file: the path of the STOP file.
+        cleanup: gets callbacks that restore the previous signal handlers.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -51,28 +52,23 @@ class StopRequest:
     SIGNALS += (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
     REASONS = ("", "STOP file", "torchrun exited", *(number.name for number in SIGNALS))
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, cleanup: contextlib.ExitStack):
         # Under SLURM, launch.sh sets STOP_FILE.
         self.files = [file, Path(os.environ.get("STOP_FILE") or file)]
         self.reason = 0  # index in REASONS
-        self.undo = contextlib.ExitStack()
         # Only the main thread can handle signals.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self.SIGNALS:
             by_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not by_nohup:
-                self.undo.callback(signal.signal, number, signal.signal(number, self._handle))
+                cleanup.callback(signal.signal, number, signal.signal(number, self._handle))
 
     def _handle(self, number: int, frame: object) -> None:
         reason = self.REASONS.index(signal.Signals(number).name)
         if number == signal.SIGINT and self.reason == reason:  # a second Ctrl-C interrupts at once
             raise KeyboardInterrupt
         self.reason = reason
-
-    def close(self) -> None:
-        """Restores the previous signal handlers."""
-        self.undo.close()
 
     def code(self) -> int:
         """Returns the reason of the request as an index in `REASONS`; 0 means no request."""

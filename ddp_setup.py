@@ -16,7 +16,6 @@ import contextlib
 import gc
 import inspect
 import itertools
-import logging
 import os
 import platform
 import sys
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,12 +33,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddp_ends import Heartbeat, StopRequest, explain_failure, log_and_print, write_error_file
+from ddp_ends import Heartbeat, StopRequest, explain_failure, report_error, write_error_file
 from errors import UserError, counted, reason_of
 from parts import optional
-
-log = logging.getLogger("ddp_setup")
-log.addHandler(logging.NullHandler())  # without it, the preflight would print errors twice
 
 group_numbers = itertools.count()  # numbers the process groups that this process joins
 AGREEMENT_S = 0.5  # approximate seconds between two agreements of the ranks on whether to stop
@@ -98,7 +93,7 @@ class Distributed:
         self.threads = ""  # number of threads of this process, and the reason for it
         # A key-value store that all ranks share; without torchrun, a store of this process.
         self.store: dist.Store | None = None
-        self.stop: StopRequest | None = None  # set by `stop_on_request`
+        self.stop: StopRequest | None = None  # set by train.py; it stops training
         # A function that is called with the reason if the job fails.
         self.on_failure: Callable[[str], None] | None = None
         self.heartbeat = Heartbeat()
@@ -162,14 +157,6 @@ class Distributed:
         if not has_statistics:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         return model
-
-    def stop_on_request(self, file: Path) -> None:
-        """Makes signals and the STOP file `file` stop training, until this object is closed.
-
-        `stop_reason` returns the name of the signal, or "STOP file".
-        """
-        self.stop = StopRequest(file)
-        self.cleanup.callback(self.stop.close)
 
     def step_done(self, step: int) -> None:
         """Records that `step` training steps are done; call it after each of them."""
@@ -329,8 +316,7 @@ class Distributed:
         """
         trace, reason = explain_failure(error, self.rank)
         first, is_first = self.first_failure(reason)
-        report = log_and_print if is_first else log.error
-        report(f"{trace}error: {reason}")
+        report_error(f"{trace}error: {reason}", is_printed=is_first)
         self.publish_failure(first, trace if is_first else "")
         return getattr(error, "status", 1)
 
@@ -412,7 +398,10 @@ def join_group(ddp: Distributed) -> None:
         dist.init_process_group(
             backend, store=ddp.store, rank=ddp.rank, world_size=ddp.world_size, timeout=timeout
         )
-        ddp.cleanup.callback(leave_group)
+        ddp.cleanup.callback(dist.destroy_process_group)
+        # Runs before: deletes DDP modules, because a module that outlives the group can deadlock
+        # with a gloo thread.
+        ddp.cleanup.callback(gc.collect)
     except (RuntimeError, OSError, ValueError, futures.TimeoutError) as error:
         reason = str(error) or "no answer"
         address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -439,13 +428,6 @@ def find_store(longest_s: float) -> dist.Store:
     store, _, _ = thread.submit(next, rendezvous).result(1.25 * limit_s)
     thread.shutdown()
     return store
-
-
-def leave_group() -> None:
-    """Destroys the process group."""
-    # This deletes DDP modules. A module that outlives the group can deadlock with a gloo thread.
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def choose_device(ddp: Distributed) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from ddp_ends import Heartbeat, log_and_print
+from ddp_ends import Heartbeat, report_error
 
 GRACE_S = 5.0  # seconds in which a rank can exit by itself after another rank has failed
 # After SIGTERM, a rank ends if it makes no progress for this many seconds. This is half of the time
@@ -181,13 +181,13 @@ class Watchdog(threading.Thread):
             f"{'; '.join(found)}"
         )
         if self.ddp.first_failure(reason)[1]:
-            log_and_print(f"error: {reason}")
+            report_error(f"error: {reason}")
 
     def abort(self, reason: str) -> NoReturn:
         """Reports the stack of the main thread and the reason, and ends this process."""
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = "".join(traceback.format_stack(frame))
-        log_and_print(f"stack of rank {self.ddp.rank} ({reason}):\n{stack}")
+        report_error(f"stack of rank {self.ddp.rank} ({reason}):\n{stack}")
         self.ddp.publish_failure(reason)
         os._exit(1)  # sys.exit would only end this thread
 

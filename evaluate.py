@@ -73,19 +73,17 @@ def compute_rows(
         function: takes a batch on the device, and returns a value of this shape for each sample.
         batch_size: the number of samples that are computed at once, over all ranks.
     """
-    rows_of_rank = rows[ddp.rank :: ddp.world_size]
-    batches = rows_of_rank.split(math.ceil(batch_size / ddp.world_size))
+    size = math.ceil(batch_size / ddp.world_size)
+    batches = rows[ddp.rank :: ddp.world_size].split(size)
     loader = make_loader(dataset, batches, workers=0, device=ddp.device)
     values = torch.zeros(len(rows), *shape, dtype=torch.float64, device=ddp.device)
-    values_of_rank = values[ddp.rank :: ddp.world_size]  # a view of `values`
-    start = 0
-    for batch in progress_bar(loader, "predicting", unit="batch", is_shown=ddp.rank == 0):
+    values_of_batches = values[ddp.rank :: ddp.world_size].split(size)  # views of `values`
+    bar = progress_bar(loader, "predicting", unit="batch", is_shown=ddp.rank == 0)
+    for batch, values_of_batch in zip(bar, values_of_batches, strict=True):
         with ddp.phase("evaluation"):
             if ddp.stop and ddp.stop.code():  # all ranks will stop and discard the result
                 break
-            of_batch = in_pieces(function, batch, dataset, ddp)
-            values_of_rank[start : start + len(of_batch)] = of_batch
-            start += len(of_batch)
+            values_of_batch[:] = in_pieces(function, batch, dataset, ddp)
     return ddp.sum(values).cpu()
 
 

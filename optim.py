@@ -12,13 +12,8 @@ from ddp_setup import Distributed
 from errors import UserError
 from losses import LOSSES
 
-# {optim.precision: (dtype of parameters and optimiser state, dtype of autocast)}; None: no autocast
-PRECISIONS = {
-    "fp64": (torch.float64, None),
-    "fp32": (torch.float32, None),
-    "bf16": (torch.float32, torch.bfloat16),
-    "fp16": (torch.float32, torch.float16),
-}
+# {optim.precision: dtype of autocast}; other precisions do not use autocast
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -48,12 +43,12 @@ class OptimConfig:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters, graph and optimiser state."""
-        return PRECISIONS[self.precision][0]
+        return torch.float64 if self.precision == "fp64" else torch.float32
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype that autocast uses for dense layers, or None if there is no autocast."""
-        return PRECISIONS[self.precision][1]
+        return AUTOCAST.get(self.precision)
 
 
 def build_optimizer(

@@ -48,7 +48,7 @@ def compare_steps(
     Raises:
         UserError: a change would have no effect.
     """
-    changed = folder.changed_options(checkpoint, "noted")
+    changed = folder.config.changed_options(checkpoint["config"], "noted")
     edited = other_code(checkpoint, folder.origin.code)
     options = [f"{key}={value}" for key, value in changed.items()]
     made_with = ", ".join(filter(None, [*options, edited]))

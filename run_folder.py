@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,9 @@ from run_checkpoint import (
 log = logging.getLogger("run_folder")
 
 
-class Warnings(logging.Handler):
-    """A logging handler that collects the texts of warnings. Repeated texts are kept once."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = {}  # a dict used as an ordered set
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING:
-            self.texts[record.getMessage()] = None
-
-
-warnings_so_far = Warnings()  # collects all warnings of this process, for status.json
+# Collects all warnings of this process in its `buffer`, for status.json.
+warnings_so_far = BufferingHandler(capacity=sys.maxsize)
+warnings_so_far.addFilter(lambda record: record.levelno == logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -94,8 +85,7 @@ class LogConfig:
 class RunFolder:
     """The files of a run.
 
-    Use `open` to create an object. Then call `resume`, which opens the files, before the methods
-    that write.
+    Call `resume`, which creates, locks and opens the files, before the methods that write.
 
     Args:
         config: the `config.Config` of the run.
@@ -111,32 +101,12 @@ class RunFolder:
         self.rivals = rivals
         self.path = Path(config.run.dir, config.run.name)
         self.checkpoints = self.path / "checkpoints"
-        # The step and epoch of the newest checkpoint, from which a restart would resume.
-        self.saved = {"step": 0, "epoch": 0}
         self.rows = []  # the rows of metrics.jsonl
         self.profiler = None
         self.loss_and_speed = ""  # a text about the last steps, for the progress bar
-        self.first_step = 0  # the step from which this process started or resumed
-        self.last_step = 0  # the last step of the run
         self.started_at = 0.0  # start of training, from `time.perf_counter`
 
     # ---- Opening ---------------------------------------------------------------------------------
-    @classmethod
-    def open(cls, *arguments: Any) -> "RunFolder":
-        """Returns a `RunFolder` with these arguments, and creates and locks the folder.
-
-        A collective. Raises `UserError` on all ranks if the folder cannot be written, or if another
-        process uses it.
-        """
-        folder = cls(*arguments)
-        with folder.ddp.sync_errors():
-            if folder.ddp.rank == 0:
-                with explain_write_errors(folder.path, UserError):
-                    folder.checkpoints.mkdir(parents=True, exist_ok=True)
-                    folder._lock()
-                    folder._log_to_file()
-        return folder
-
     def _lock(self) -> None:
         """Locks the folder, and raises `UserError` if another process locks it for 10 seconds.
 
@@ -166,7 +136,7 @@ class RunFolder:
         self.ddp.cleanup.callback(logging.getLogger().removeHandler, handler)
 
     def resume(self, state: TrainState, steps_per_epoch: int) -> None:
-        """Restores the state of training, and opens the files of the run. A collective.
+        """Locks the folder, restores the state of training, and opens the files. A collective.
 
         The state comes from the newest checkpoint in the folder. If the folder has no checkpoint,
         the state comes from the file run.resume. With run.resume=auto, there is no such file: the
@@ -177,12 +147,15 @@ class RunFolder:
             steps_per_epoch: the number of steps of an epoch.
 
         Raises:
-            UserError: a file cannot be read or written, or the checkpoint belongs to a different
-                run. Every rank raises this error.
+            UserError: a file cannot be read or written, another process uses the folder, or the
+                checkpoint belongs to a different run. Every rank raises this error.
         """
         checkpoint = None
-        with self.ddp.sync_errors():
+        with self.ddp.sync_errors(), explain_write_errors(self.path, UserError):
             if self.ddp.rank == 0:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                self._lock()
+                self._log_to_file()
                 checkpoint = self.newest_checkpoint()
                 init = self.config.run.init
                 if checkpoint is not None:
@@ -194,17 +167,22 @@ class RunFolder:
         checkpoint = self.ddp.broadcast(checkpoint)
         if checkpoint is not None:
             state.load_state_dict(checkpoint, self.config.optim.precision)
+        # The step and epoch of the newest checkpoint, from which a restart would resume.
         self.saved = {"step": state.step, "epoch": state.epoch}
-        self.first_step = state.step
-        self.last_step = steps_per_epoch * self.config.optim.epochs
+        self.first_step = state.step  # the step from which this process started or resumed
+        self.last_step = steps_per_epoch * self.config.optim.epochs  # the last step of the run
         changes = optional("run_changes")
         self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
         ranks = describe(self.ddp)
-        with self.ddp.sync_errors():
-            if self.ddp.rank == 0 and state.step > 0 and changes is not None:
+        with self.ddp.sync_errors(), explain_write_errors(self.path, UserError):
+            if self.ddp.rank != 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._log_to_file()
+                return
+            if state.step > 0 and changes is not None:
                 changes.compare_steps(self, state, checkpoint, steps_per_epoch)
             self._start_files(state, ranks, steps_per_epoch)
-            if self.ddp.rank == 0 and state.best is not None:
+            if state.best is not None:
                 self._restore_best(checkpoint, state, steps_per_epoch)
 
     def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
@@ -219,33 +197,12 @@ class RunFolder:
         elif checkpoint["data"] != self.origin.data:
             raise UserError(f"{file} was trained on different data or a different split: {advice}")
         given = self.config.options()
-        for key, earlier in self.changed_options(checkpoint, "fixed").items():
+        changed = self.config.changed_options(checkpoint["config"], "fixed")
+        for key, earlier in changed.items():
             raise UserError(
                 f"{file} was trained with {key}={earlier}, not {given[key]}: "
                 f"restore that value, or {advice}"
             )
-
-    def changed_options(self, checkpoint: dict[str, Any], rule: str) -> dict[str, Any]:
-        """Returns the options that have changed since a checkpoint.
-
-        If the checkpoint does not have an option, the earlier value is the default of the option.
-
-        Args:
-            checkpoint: the entries of the checkpoint.
-            rule: only options with this `resume` rule are returned, such as "fixed".
-
-        Returns:
-            {"section.key": earlier value}.
-        """
-        rules = self.config.resume_rules()
-        defaults = type(self.config)().options()
-        changed = {}
-        for key, given in self.config.options().items():
-            section, _, name = key.partition(".")
-            earlier = checkpoint["config"].get(section, {}).get(name, defaults[key])
-            if rules[key] == rule and earlier != given:
-                changed[key] = earlier
-        return changed
 
     def newest_checkpoint(self) -> dict[str, Any] | None:
         """Returns the entries of the checkpoint to resume from, or None to start a run.
@@ -276,22 +233,14 @@ class RunFolder:
         return sorted(self.checkpoints.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def _start_files(self, state: TrainState, ranks: str, steps_per_epoch: int) -> None:
-        """Writes the configuration and the environment, and opens the metrics, on rank 0.
-
-        The other ranks only open their logs.
-        """
-        with explain_write_errors(self.path, UserError):
-            if self.ddp.rank != 0:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._log_to_file()
-                return
-            write_atomically(self.path / "config.yaml", [self.config.text()])
-            self._add_environment(ranks)
-            if not state.is_trained(self.config.optim, steps_per_epoch):
-                # The run has finished before, with fewer epochs. Its test results are outdated.
-                for name in ("test.tsv", "test.json"):
-                    (self.path / name).unlink(missing_ok=True)
-            self._open_metrics(state)
+        """Writes the configuration and the environment, and opens the metrics."""
+        write_atomically(self.path / "config.yaml", [self.config.text()])
+        self._add_environment(ranks)
+        if not state.is_trained(self.config.optim, steps_per_epoch):
+            # The run has finished before, with fewer epochs. Its test results are outdated.
+            for name in ("test.tsv", "test.json"):
+                (self.path / name).unlink(missing_ok=True)
+        self._open_metrics(state)
         is_resumed = state.step > 0 or state.best is not None
         self.event("resumed" if is_resumed else "started", state)
         self.ddp.on_failure = lambda reason: self.event("failed", state, reason)
@@ -320,11 +269,10 @@ class RunFolder:
         saved["graph"] = self.origin.graph
         best = best_checkpoint(saved, state)
         best |= {"step": step, "epoch": step // steps_per_epoch}
-        with explain_write_errors(path, UserError):
-            # Without this checkpoint, the next start would resume from best.pt.
-            if not self.step_files():
-                save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
-            save_atomically(path, best)
+        # Without this checkpoint, the next start would resume from best.pt.
+        if not self.step_files():
+            save_atomically(self.checkpoints / f"step_{state.step:08d}.pt", saved)
+        save_atomically(path, best)
 
     def _add_environment(self, ranks: str) -> None:
         """Adds this start to environment.txt, and logs versions that have changed."""
@@ -414,9 +362,8 @@ class RunFolder:
                 # best.pt is written first. If the run is killed after that, it resumes from the
                 # previous checkpoint, and writes both files again.
                 if is_best:
-                    save_atomically(
-                        self.checkpoints / "best.pt", best_checkpoint(checkpoint, state)
-                    )
+                    best = best_checkpoint(checkpoint, state)
+                    save_atomically(self.checkpoints / "best.pt", best)
                 save_atomically(path, checkpoint)
                 saved = [other for other in self.step_files() if other.name <= path.name]
                 for other in saved[self.config.checkpoint.keep_last :]:
@@ -447,7 +394,8 @@ class RunFolder:
         """
         if self.ddp.rank != 0:
             return
-        warnings = list(warnings_so_far.texts)
+        texts = [record.getMessage() for record in warnings_so_far.buffer]
+        warnings = list(dict.fromkeys(texts))  # repeated texts are written once
         row = {"state": state, **self.saved, "reason": reason, "warnings": warnings}
         with explain_write_errors(self.path / "status.json"):
             write_atomically(self.path / "status.json", [json.dumps(row), "\n"])

@@ -211,10 +211,8 @@ class KnockoutTask:
 
     def output_names(self) -> list[str]:
         """Returns the names of the T * C outputs: all columns of a target, target by target."""
-        names = []
-        for target in self.tables.targets:
-            names += [f"{target} {column}" for column in self.criterion.columns]
-        return names
+        columns = self.criterion.columns
+        return [f"{target} {column}" for target in self.tables.targets for column in columns]
 
     def check_plan(self, model: nn.Module) -> None:
         """Removes the plan from the dataset if `model` does not support it.
@@ -330,11 +328,9 @@ def make_dataset(tables: Tables, graph: SharedGraph, config: Config) -> tuple[Kn
     options = config.model
     if not options.has_knockout_pass:
         return dataset, f"no knock-out pass, because model.readout={options.readout}"
-    if options.message_passing not in ("auto", "shared", "reach"):
-        return dataset, f"message_passing={options.message_passing}"
     reach = optional("model_reach")
-    if reach is None:
-        return dataset, "message_passing=shared"
+    if reach is None or options.message_passing not in ("auto", "shared", "reach"):
+        return dataset, f"message_passing={options.message_passing}"
     planner, route = reach.plan_route(graph, dataset, options.message_passing, options.layers)
     return replace(dataset, transform=planner), route
 

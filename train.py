@@ -48,7 +48,7 @@ from torch_geometric.data import Data
 
 from config import Config, Parser, all_options_text, load_config, run_command
 from data_loader import StepSampler, make_loader
-from ddp_ends import StopTraining, end_process
+from ddp_ends import StopRequest, StopTraining, end_process
 from ddp_setup import Distributed, library_versions
 from errors import RunError, counted
 from evaluate import predict_rows
@@ -116,14 +116,14 @@ def train(config: Config, ddp: Distributed) -> None:
         rank=ddp.rank,
         seed=config.run.seed,
     )
-    folder = RunFolder.open(config, ddp, task.origin(code), list(task.rivals))
+    folder = RunFolder(config, ddp, task.origin(code), list(task.rivals))
     folder.resume(state, sampler.steps_per_epoch)
     if task.graph is not None:
         from run_results import write_graph  # copies without a graph do not have this module
 
         write_graph(folder, task.tables)
     # After this call, a signal or the file STOP stops training after the same step on all ranks.
-    ddp.stop_on_request(folder.path / "STOP")
+    ddp.stop = StopRequest(folder.path / "STOP", ddp.cleanup)
     step_parts = StepParts(model, task.dataset, update_parameters)
     if task.captures_steps:
         from model_graphs import capture
@@ -203,6 +203,7 @@ def train_epoch(
         log_now = state.step % config.log.every_steps == 0
         if reason or save_now or log_now or is_last:
             row = meter.read(state)
+            meter = Meter(task, ddp)
             largest_lr = max(group["lr"] for group in state.optimizer.param_groups)
             folder.write("train", state, lr=largest_lr, **row)
             folder.loss_and_speed = f"loss {row['loss']:.4f}  {row['samples_per_s']:,.0f} samples/s"
@@ -323,29 +324,24 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distribu
 
 
 class Meter:
-    """Accumulates losses, times and non-finite steps between two train rows of metrics.jsonl.
+    """Accumulates losses, times and non-finite steps for one train row of metrics.jsonl.
 
     Only `read` waits for the device. If each step read its loss, the host could not launch kernels
     in advance, and a GPU would be idle between steps.
     """
 
     def __init__(self, task: KnockoutTask, ddp: Distributed):
-        self.num_targets = task.num_targets
         self.optim = task.config.optim
         self.ddp = ddp
-        self.restart()
-
-    def restart(self) -> None:
-        """Sets all sums to 0, for the next row."""
         self.start = time.perf_counter()
         # Sums for each score, [T]: the losses of this rank, and the weights over all ranks.
-        self.loss = torch.zeros(self.num_targets, dtype=torch.float64, device=self.ddp.device)
-        self.weight = torch.zeros(self.num_targets, dtype=torch.float64)
+        self.loss = torch.zeros(task.num_targets, dtype=torch.float64, device=ddp.device)
+        self.weight = torch.zeros(task.num_targets, dtype=torch.float64)
         self.num_samples = 0
         # The loss of this rank in the current step, over all scores.
-        self.loss_of_step = torch.zeros((), device=self.ddp.device)
+        self.loss_of_step = torch.zeros((), device=ddp.device)
         self.steps = []  # for each step, a tensor [3]: gradient norm, loss scale and loss
-        self.ddp.seconds.clear()
+        ddp.seconds.clear()
 
     def add_loss(self, loss: Tensor) -> None:
         """Adds this rank's loss of a micro-batch, one value for each score, [T]."""
@@ -364,7 +360,7 @@ class Meter:
         self.loss_of_step.zero_()
 
     def read(self, state: TrainState) -> dict[str, Any]:
-        """Returns the metrics of the steps since the last call, for a row of metrics.jsonl.
+        """Returns the metrics of all steps, for a row of metrics.jsonl.
 
         All ranks must call this method. It raises `RunError` on every rank if too many steps in a
         row were not finite.
@@ -374,14 +370,15 @@ class Meter:
         # `cpu` waits until the device has finished all steps.
         losses = self.ddp.sum(torch.cat([self.loss, loss_of_rank])).cpu()
         elapsed = time.perf_counter() - self.start
-        loss_of_scores, loss_of_steps = losses.split([self.num_targets, num_steps])
-        self._count_skipped(norm.tolist(), scale.tolist(), loss_of_steps.tolist(), state)
+        loss_of_scores, loss_of_steps = losses.split([len(self.loss), num_steps])
+        steps = zip(norm.tolist(), scale.tolist(), loss_of_steps.tolist(), strict=True)
+        self._count_skipped(list(steps), state)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         if self.ddp.device.type == "cuda":
             # `max_memory_allocated` would not include the memory that CUDA graphs need for replays.
             memory = torch.cuda.max_memory_reserved()
         mean_of_score = loss_of_scores / self.weight
-        row = {
+        return {
             "loss": mean_of_score.nanmean().item(),
             "grad_norm": norm[-1].item(),
             "skipped": state.skipped,
@@ -390,20 +387,15 @@ class Meter:
             "step_ms": round(1e3 * elapsed / num_steps, 3),
             "memory_mb": round(memory / 2**20, 1),
         }
-        self.restart()
-        return row
 
-    def _count_skipped(
-        self, norms: list[float], scales: list[float], losses: list[float], state: TrainState
-    ) -> None:
+    def _count_skipped(self, steps: list[tuple[float, float, float]], state: TrainState) -> None:
         """Counts the non-finite steps in `state`; raises `RunError` if there are too many in a row.
 
-        The lists contain a value for each step since the last row. They are the same on all ranks,
-        so all ranks raise the error.
+        `steps` contains the gradient norm, the loss scale and the loss of each step. They are the
+        same on all ranks, so all ranks raise the error.
         """
         limit = MAX_SKIPS if self.optim.on_nonfinite == "skip" else 1
-        first = state.step - len(norms) + 1
-        steps = zip(norms, scales, losses, strict=True)
+        first = state.step - len(steps) + 1
         for step, (norm, scale, loss) in enumerate(steps, first):
             # With fp16, a gradient overflows if the loss scale is too large. GradScaler then
             # decreases the scale, so such a step is not counted. If the scale is 1, or the loss is
@@ -414,20 +406,18 @@ class Meter:
                 continue
             state.skipped += 1
             state.skipped_in_row += 1
-            if state.skipped_in_row >= limit:
-                advice = "decrease optim.lr or optim.clip"
-                if is_here("tests/check"):
-                    advice += (
-                        ", or find bad rows with `python -m tests.check rows` and the same options"
-                    )
-                count = counted(limit, "such step", "such steps in a row")
-                raise RunError(
-                    f"the gradient of step {step} is not finite, and optim.on_nonfinite="
-                    f"{self.optim.on_nonfinite} ends the run after {count}: {advice}"
-                )
-            log.warning(
-                f"skipped   step {step}, because its gradient is not finite "
-                f"({counted(state.skipped, 'skipped step')} so far)"
+            if state.skipped_in_row < limit:
+                count = counted(state.skipped, "skipped step")
+                reason = "because its gradient is not finite"
+                log.warning(f"skipped   step {step}, {reason} ({count} so far)")
+                continue
+            advice = "decrease optim.lr or optim.clip"
+            if is_here("tests/check"):
+                advice += ", or find bad rows with `python -m tests.check rows` and your options"
+            count = counted(limit, "such step", "such steps in a row")
+            raise RunError(
+                f"the gradient of step {step} is not finite, and optim.on_nonfinite="
+                f"{self.optim.on_nonfinite} ends the run after {count}: {advice}"
             )
 
 

@@ -33,7 +33,7 @@ from losses import LOSSES
 from mask import SharedGraph
 from mask_product import CSR, _segment_product, sparse_product, sum_relations
 from model import KnockoutGNN, ModelConfig, uniform
-from optim import PRECISIONS, OptimConfig, build_optimizer
+from optim import OptimConfig, build_optimizer
 from run_checkpoint import TrainState
 from task import KnockoutTask
 from tests.bench.synthetic import PRESETS, build_graph, synthetic_tables, write
@@ -97,8 +97,9 @@ class Products:
         return self.results(copy.deepcopy(host_graph(self.preset)).double())
 
     def agree(self, device: torch.device, precision: str, tolerance: float) -> tuple[bool, str]:
-        dtype, half = PRECISIONS[precision]
-        graph = copy.deepcopy(host_graph(self.preset)).to(device, dtype)
+        optim = OptimConfig(precision=precision)
+        half = optim.autocast_dtype
+        graph = copy.deepcopy(host_graph(self.preset)).to(device, optim.dtype)
         with torch.autocast(device.type, half, enabled=half is not None):
             error = distance(self.results(graph), self.reference)
         return error <= tolerance, f"relative error {error:.1e}"

@@ -307,9 +307,9 @@ def steps_a_second(
 ) -> float:
     ddp = rank_on(task.graph.device)
     batches = full_batches(steps.dataset, sampler, ddp.device)
-    meter = Meter(task, ddp)
     weight = torch.ones(len(task.tables.targets), dtype=torch.float64)
     for num_steps in (NUM_STEPS, TIMED_STEPS):  # the first ones load libraries
+        meter = Meter(task, ddp)
         with no_waiting(ddp.device):
             for _ in range(num_steps):
                 norm_and_scale = train_step(

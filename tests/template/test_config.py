@@ -235,7 +235,7 @@ def test_without_values_added_options_have_their_defaults(added):
 
 # ---- Rules for resuming with a different value ---------------------------------------------------
 def test_each_option_has_a_rule_for_resuming_with_a_different_value():
-    rules = Config().resume_rules()
+    rules = {key: option.metadata["resume"] for key, option in config.all_options().items()}
     assert rules.keys() == Config().options().keys()
     keys = {rule: {key for key in rules if rules[key] == rule} for rule in rules.values()}
     assert keys.keys() == {"fixed", "free", "noted"}
@@ -253,7 +253,7 @@ def test_each_option_has_a_rule_for_resuming_with_a_different_value():
 
 def test_the_rule_of_an_added_option_is_in_its_metadata_or_is_noted(added):
     added()
-    rules = config.Config().resume_rules()
+    rules = {key: option.metadata["resume"] for key, option in config.all_options().items()}
     assert (rules["optim.cap"], rules["optim.floor"]) == ("noted", "fixed")
     assert (rules["optim.limit"], rules["optim.most"]) == ("noted", "free")
 

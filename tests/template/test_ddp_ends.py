@@ -13,14 +13,16 @@ from ddp_ends import StopRequest, explain_failure
 def test_stop_requests_have_reasons(tmp_path, monkeypatch):
     monkeypatch.setenv("STOP_FILE", str(tmp_path / "slurm.stop"))
     for name in ("STOP", "slurm.stop"):
-        with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+        with contextlib.ExitStack() as cleanup:
+            stop = StopRequest(tmp_path / "STOP", cleanup)
             assert StopRequest.REASONS[stop.code()] == ""
             (tmp_path / name).touch()
             assert StopRequest.REASONS[stop.code()] == "STOP file"
             (tmp_path / name).unlink()
             assert stop.code()  # a request cannot be withdrawn
     for name in ("SIGUSR1", "SIGUSR2", "SIGXCPU"):
-        with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+        with contextlib.ExitStack() as cleanup:
+            stop = StopRequest(tmp_path / "STOP", cleanup)
             os.kill(os.getpid(), signal.Signals[name])
             assert StopRequest.REASONS[stop.code()] == name
 
@@ -28,7 +30,8 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
 def test_an_empty_variable_stop_file_is_ignored(tmp_path, monkeypatch):
     """As a path, the empty text would be the working directory, which exists."""
     monkeypatch.setenv("STOP_FILE", "")
-    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+    with contextlib.ExitStack() as cleanup:
+        stop = StopRequest(tmp_path / "STOP", cleanup)
         assert not stop.code()
         (tmp_path / "STOP").touch()
         assert StopRequest.REASONS[stop.code()] == "STOP file"
@@ -38,7 +41,8 @@ def test_a_temporary_failure_of_the_file_system_does_not_stop_a_run(tmp_path, mo
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    with contextlib.closing(StopRequest(tmp_path / "STOP")) as stop:
+    with contextlib.ExitStack() as cleanup:
+        stop = StopRequest(tmp_path / "STOP", cleanup)
         with monkeypatch.context() as patch:
             patch.setattr(os, "stat", fail)
             assert not stop.code()
@@ -57,8 +61,8 @@ def test_the_reason_of_an_nccl_error_is_its_last_error():
 def test_under_nohup_sighup_does_not_stop_a_run(tmp_path):
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        request = StopRequest(tmp_path / "STOP")
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        request.close()
+        with contextlib.ExitStack() as cleanup:
+            StopRequest(tmp_path / "STOP", cleanup)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, handler)

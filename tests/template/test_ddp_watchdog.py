@@ -159,7 +159,7 @@ class InstantBeats:
 @pytest.mark.parametrize("frozen", [{3}, {0, 5}, set(range(7))])
 def test_frozen_ranks_are_reported_by_the_ranks_that_wait(monkeypatch, frozen):
     """Some of 8 ranks froze before their first heartbeat. The other ranks wait for them."""
-    monkeypatch.setattr(ddp_watchdog, "log_and_print", lambda text: None)
+    monkeypatch.setattr(ddp_watchdog, "report_error", lambda text: None)
     store = dist.HashStore()
     beats = InstantBeats(store, 8 - len(frozen))
     alive = []

@@ -124,28 +124,34 @@ def test_additional_fields_are_restored_or_keep_their_values_for_earlier_files()
     assert later.num_seen == 7
 
 
+def resumed_folder(path: Path) -> RunFolder:
+    """Returns the run folder of a run in `path`, after it has resumed a small state."""
+    config = replace(Config(), run=RunConfig(dir=str(path)))
+    origin = Origin(config=asdict(config), data="a hash")
+    folder = RunFolder(config, Distributed(DDPConfig()), origin)
+    folder.resume(small_state(), steps_per_epoch=5)
+    return folder
+
+
 def test_best_pt_contains_the_validated_parameters(tmp_path):
     """They can differ from the model's, for example as their average. This survives a resume."""
     state = small_state()
     state.best = {"step": 0}
     state.best_model = {name: value + 1 for name, value in state.model.state_dict().items()}
-    ddp = Distributed(DDPConfig())
-    config = replace(Config(), run=RunConfig(dir=str(tmp_path)))
-    folder = RunFolder.open(config, ddp, Origin(config=asdict(config), data="a hash"))
-    folder.resume(small_state(), steps_per_epoch=5)
+    folder = resumed_folder(tmp_path)
     folder.save(state, is_best=True)
+    folder.ddp.close()
     best_path = folder.checkpoints / "best.pt"
     for is_lost in (False, True):
         if is_lost:
             best_path.unlink()
-            folder.resume(small_state(), steps_per_epoch=5)
+            resumed_folder(tmp_path).ddp.close()
         best = load_file(best_path)
         of_step = load_file(folder.checkpoints / "step_00000000.pt")
         assert best["best_model"] is None
         assert_equal(of_step["model"], state.model.state_dict())
         assert_equal(of_step["best_model"], state.best_model)
         assert_equal(best["model"], state.best_model)
-    ddp.close()
 
 
 def small_state() -> TrainState:
@@ -290,12 +296,9 @@ def test_best_pt_is_not_written_again_if_a_metric_is_undefined(tmp_path):
     state = small_state()
     state.best = {"step": 0, "pearson": math.nan}
     state.best_model = state.model.state_dict()
-    config = replace(Config(), run=RunConfig(dir=str(tmp_path)))
-    origin = Origin(config=asdict(config), data="a hash")
-    folder = RunFolder.open(config, Distributed(DDPConfig()), origin)
-    folder.resume(small_state(), steps_per_epoch=5)
+    folder = resumed_folder(tmp_path)
     folder.save(state, is_best=True)
-    written = (folder.checkpoints / "best.pt").stat().st_ino
-    folder.resume(small_state(), steps_per_epoch=5)
-    assert (folder.checkpoints / "best.pt").stat().st_ino == written
     folder.ddp.close()
+    written = (folder.checkpoints / "best.pt").stat().st_ino
+    resumed_folder(tmp_path).ddp.close()
+    assert (folder.checkpoints / "best.pt").stat().st_ino == written

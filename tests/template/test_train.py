@@ -226,17 +226,22 @@ def test_a_stop_in_the_test_evaluation_leaves_the_last_checkpoint_unchanged(trai
 @pytest.fixture
 def meter() -> Meter:
     """A meter for two scores."""
-    config = Config(optim=OptimConfig(on_nonfinite="skip"))
+    return new_meter()
+
+
+def new_meter(on_nonfinite: str = "skip") -> Meter:
+    config = Config(optim=OptimConfig(on_nonfinite=on_nonfinite))
     task = SimpleNamespace(num_targets=2, config=config)
     return Meter(task, Distributed(DDPConfig()))
 
 
-def test_skipped_steps_are_counted_but_fp16_overflows_are_not(meter):
+def test_skipped_steps_are_counted_but_fp16_overflows_are_not():
     good = 1.0
     bad = math.nan
     state = TrainState(None, None, None)
 
     def take(*norms: float, scale: float = 1.0, loss: float = 0.5) -> dict:
+        meter = new_meter()
         for norm in norms:
             state.step += 1
             meter.add_loss(torch.tensor([loss, 0.0]))
@@ -257,7 +262,7 @@ def test_a_non_finite_loss_is_not_an_overflow_at_any_scale(meter, loss):
         meter.add_loss(torch.tensor([loss_of_step, 0.0]))
         meter.count(1, torch.ones(2), torch.tensor([norm, 65536.0]))
     assert meter.read(state)["skipped"] == 1
-    meter.optim = OptimConfig(on_nonfinite="stop")
+    meter = new_meter("stop")
     meter.add_loss(torch.tensor([loss, 0.0]))
     meter.count(1, torch.ones(2), torch.tensor([math.nan, 65536.0]))
     state.step = 4
@@ -304,7 +309,6 @@ def test_the_memory_of_a_row_is_all_memory_reserved_on_the_gpu(meter, monkeypatc
     meter.ddp = SimpleNamespace(
         device=torch.device("cuda"), sum=lambda values: values, seconds={"data": 0.0}
     )
-    monkeypatch.setattr(meter, "restart", lambda: None)
     assert meter.read(TrainState(None, None, None))["memory_mb"] == 3072
 
 

@@ -232,7 +232,7 @@ def test_rows_are_sampled_with_weights(tables, tmp_path):
     for name, old, new in (
         ("data_loader.py", "    def __init__(", f"    {attribute}\n    def __init__("),
         ("data_loader.py", order, order + textwrap.indent(draw, " " * 8)),
-        ("train.py", "    folder = RunFolder.open", f"    {weights}    folder = RunFolder.open"),
+        ("train.py", "    folder = RunFolder(", f"    {weights}    folder = RunFolder("),
     ):
         text = (copy / name).read_text()
         assert text.count(old) == 1
