@@ -27,6 +27,11 @@ from metrics import weighted_mean
 from parts import is_here
 
 OUTLYING = 0.25  # largest share of a score's variance that a row may have without a warning
+# A value may be a code for missing values if its distance to all other values is more than FAR
+# times their range, and if its size is more than HUGE times the size of the largest of them.
+FAR = 5
+HUGE = 30
+NINES = (99.0, 999.0, 9999.0, 99999.0)  # sizes of values that may be codes at smaller distances
 FEWEST_SCORES = 50  # with fewer scores, a single one may have a large share of the variance
 FEW_TARGETS = 20  # largest number of targets that are checked separately
 FEW_VALUES = 10  # smallest number of rows or values for a warning about them
@@ -53,6 +58,7 @@ def notes_on(tables: Any, files: Sequence[str], described: Mapping, row: Tensor)
         described: {name: values [F]} for each row in the table of features.
         row: The row of each name in the column genes, long [total]. Unlike `tables.perturbed`, it
             includes nodes at level 1.
+        are_chosen: Whether data.scores lists the scores.
     """
     _, perturbations, features = files
     connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
@@ -61,6 +67,7 @@ def notes_on(tables: Any, files: Sequence[str], described: Mapping, row: Tensor)
     if features:
         yield from notes_on_features(tables, features, described)
     yield from notes_on_outliers(tables, perturbations)
+    yield from notes_on_codes(perturbations, tables.targets, tables.y)
 
 
 def notes_on_training(tables: Any, config: Any) -> Iterator[str]:
@@ -178,6 +185,44 @@ def notes_on_outliers(tables: Any, path: str) -> Iterator[str]:
         )
 
 
+def notes_on_codes(path: str, names: Sequence[str], columns: Tensor) -> Iterator[str]:
+    """Yields warnings about `codes` in columns [n, F], such as -999 for a missing value.
+
+    Checks at most `FEW_TARGETS` columns: if there are more, it yields nothing.
+    """
+    if len(names) > FEW_TARGETS:
+        return
+    for name, values in zip(names, columns.unbind(1), strict=True):
+        for code in codes(values).tolist():
+            yield (
+                f"{path}: {(values == code).sum():,} values of the column {name:.60} are "
+                f"{code:g}, far from all other values, and are read as numbers: if {code:g} means "
+                "that a value is missing, leave these cells empty"
+            )
+
+
+def codes(values: Tensor) -> Tensor:
+    """Returns the values of a column [n] that may be codes for missing values: none, one or two.
+
+    Only the smallest and the largest value can be codes. A code occurs in several rows, is far
+    from all other values, and is large compared to them. For example, the zeros of dead strains
+    are not codes, because they are not large. Codes that consist of nines may be closer.
+    """
+    present = values[~values.isnan()]
+    if len(present) < FEW_VALUES:
+        return present[:0]
+    ends = torch.stack([present.min(), present.max()])
+    others = present[~torch.isin(present, ends)]
+    if len(others[:1000].unique()) < FEW_VALUES:
+        return present[:0]
+    gap = torch.stack([others.min() - ends[0], ends[1] - others.max()])
+    spread = others.max() - others.min()
+    is_huge = (ends.abs() > HUGE * others.abs().max()) & (gap > FAR * spread)
+    is_in_nines = torch.isin(ends.abs(), ends.new_tensor(NINES)) & (gap > spread / 2)
+    count = (present == ends.unsqueeze(1)).sum(dim=1)
+    return ends[(is_huge | is_in_nines) & (count > 1)]
+
+
 def notes_on_levels(tables: Any, path: str, row: Tensor) -> Iterator[str]:
     """Yields warnings about levels and empty cells that probably have a different meaning.
 
@@ -228,11 +273,11 @@ def deviation(values: Tensor) -> Tensor:
 
 
 def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yields a warning about names in the table of features that are not nodes.
+    """Yields warnings about values of features, and about names in their file that are not nodes.
 
-    `described` has the name of each row of the file. The names are a large share only if more than
-    half of them are not nodes and, in addition, more than half of the nodes have no features: a
-    file may describe more nodes than the graph has. See `note_on_names`.
+    `described` is {name: values [F]} for each row of the file. The names are a large share only if
+    more than half of them are not nodes and, in addition, more than half of the nodes have no
+    features: a file may describe more nodes than the graph has. See `note_on_names`.
     """
     nodes = set(tables.genes)
     unknown = [name for name in described if name not in nodes]
@@ -241,6 +286,7 @@ def notes_on_features(tables: Any, path: str, described: Mapping[str, Tensor]) -
     count = f"the other tables do not contain {len(unknown):,} of {len(described):,} names"
     effect = "so their features are not used"
     yield from note_on_names(path, count, effect, are_most, unknown, lacking)
+    yield from notes_on_codes(path, tables.feature_names, torch.stack(list(described.values())))
 
 
 # ---- Names ---------------------------------------------------------------------------------------

@@ -54,6 +54,36 @@ def score(draw: random.Random, k: int) -> str:
 
 
 # ---- Scores --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("spread", "found"), [(1, [-999, 999]), (1, [-99]), (1, [1e6]), (100, [-999]), (1e3, [1e29])]
+)
+def test_codes_for_missing_values_are_found(spread, found):
+    values = spread * normal(400).flatten()
+    for k, code in enumerate(found):
+        values[k::5] = code
+    assert data_notes.codes(values).tolist() == found
+
+
+def test_codes_among_features_and_scores_are_noted(tmp_path):
+    rows = [(node, k, -999 if k % 9 == 1 else 1000 + 20 * k) for k, node in enumerate(NODES)]
+    features = write_table(tmp_path / "features.tsv", [("gene", "a", "b"), *rows])
+    notes = notes_on_scores(tmp_path, ("a", "b"), rows, features=str(features))
+    assert len(notes) == 2
+    for note in notes:
+        assert note.startswith("4 values of the column b are -999, far from ")
+
+
+def test_scores_with_several_modes_or_long_tails_are_not_codes():
+    """Such as dead strains among living ones, scores with two or three values, and long tails."""
+    scores = normal(2000).flatten()
+    is_dead = torch.arange(2000) % 20 == 0
+    classes = (scores > 1).double() - (scores < -1.5).double()
+    columns = [scores, scores**5, scores.exp(), classes, classes.abs(), torch.full((9,), torch.nan)]
+    columns += [(1 + spread * scores).where(~is_dead, 0.0) for spread in (0.001, 0.3)]
+    columns.append((0.1 * scores).where(~is_dead, -4.0))
+    assert [data_notes.codes(column).tolist() for column in columns] == [[]] * len(columns)
+
+
 def outliers(y: torch.Tensor, **fields: torch.Tensor) -> list[str]:
     """Returns the notes on rows of scores [n, T] that dominate the loss."""
     tables = tables_of([[0]] * len(y), y)
