@@ -67,7 +67,7 @@ from losses import LOSSES
 from metrics import first_metric
 from parts import is_here, optional
 from run_checkpoint import explain_write_errors, may_compare, read_checkpoint, write_atomically
-from run_folder import read_metrics, read_status
+from run_folder import read_metrics
 from run_results import read_results, row_labels
 
 SHOWN = 20  # largest number of targets that are printed
@@ -320,12 +320,9 @@ def rivals_or_reason(rows: Results, configs: dict[str, Config]) -> dict[str, Any
 def read_run(folder: Path) -> Results:
     """Returns the rows of a run's test.tsv; raises `UserError` if it cannot be read."""
     file = folder / "test.tsv"
-    state = read_status(folder).get("state", "finished")
-    if state != "finished" and not os.path.exists(file):
-        raise UserError(
-            f"{folder} has no test.tsv, because the state of the run is {state}: wait until it has "
-            "finished, or repeat its command to resume it"
-        )
+    if not file.exists():
+        advice = "correct the path, wait until the run has finished, or repeat its command"
+        raise UserError(f"{folder} has no test.tsv: {advice}")
     return Results(**read_results(file))
 
 

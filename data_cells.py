@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from errors import DataError, counted, reason_of
-from run_progress import progress_bar
 
 SPLITS = ("train", "val", "test")
 ALIASES = {"node": "gene", "nodes": "genes"}  # {alternative name of a table's first column: name}
@@ -45,10 +44,6 @@ class Rows:
     lines: Sequence[int]  # line number of each row in the file
     cells: dict[str, list[str]]  # {column: cells of the rows}
 
-    def place(self, row: int) -> str:
-        """Returns the file and the line of a row, for errors."""
-        return f"{self.path}:{self.lines[row]}"
-
     def error(self, row: int, column: str, problem: str) -> DataError:
         """Returns the error for a wrong cell.
 
@@ -56,7 +51,7 @@ class Rows:
         `problem`, such as "is not a number: correct it".
         """
         cell = self.cells[column][row]
-        return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
+        return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = ": correct it") -> Tensor:
         """Returns a column of numbers, float64 [n], nan if missing.
@@ -284,21 +279,14 @@ def read_header(path: str, first: Sequence[str]) -> list[str]:
     return header
 
 
-def read_rows(
-    path: str, header: list[str], skip_blank: bool = True, has_bar: bool = False
-) -> Iterator[Rows]:
+def read_rows(path: str, header: list[str], skip_blank: bool = True) -> Iterator[Rows]:
     """Yields the rows of a table, about `CHUNK` cells at once.
 
     With `skip_blank`, blank lines are skipped. Otherwise, a blank line is a row of empty cells.
-    With `has_bar`, a progress bar shows how many bytes of the file have been read. Raises
-    `DataError` if a line is malformed or if there are no rows.
+    Raises `DataError` if a line is malformed or if there are no rows.
     """
     is_empty = True
-    title = f"reading {Path(path).name}"
-    with (
-        open_table(path) as file,
-        progress_bar(os.fstat(file.fileno()).st_size, title, "B", is_shown=has_bar) as bar,
-    ):
+    with open_table(path) as file:
         rows = whole_rows(path, file, header, skip_blank)
         while True:
             lines = []
@@ -311,7 +299,6 @@ def read_rows(
             if not lines:
                 break
             is_empty = False
-            bar.update(os.lseek(file.fileno(), 0, os.SEEK_CUR) - bar.n)
             columns = {name: cells[i :: len(header)] for i, name in enumerate(header)}
             yield Rows(path, lines, columns)
     if is_empty:

@@ -295,7 +295,7 @@ def read_edges(path: str, node_number: dict[str, int]) -> tuple[list[str], Tenso
     relation_number = {}
     edges = []
     weights = []
-    for rows in read_rows(path, header, has_bar=True):
+    for rows in read_rows(path, header):
         source = number_names(rows.node_names("source"), node_number)
         target = number_names(rows.node_names("target"), node_number)
         relation = number_names(rows.names("relation"), relation_number)
@@ -337,7 +337,7 @@ def read_knockouts(
     chunks = []
     num_rows = 0
     nodes = frozenset(node_number)
-    for rows in read_rows(path, header, has_bar=True):
+    for rows in read_rows(path, header):
         row, name, names, level = checked_sets(rows, nodes)
         node = number_names(names, node_number)[name]
         advice = ": correct it, list the scores in data.scores, or apply the recipe covariates"
@@ -384,7 +384,7 @@ def read_features(path: str, genes: list[str]) -> tuple[dict[str, Any], dict[str
         raise DataError(f"{problem}: add one, or leave out data.features")
     row_of = {}  # {name: row in the file}
     chunks = []
-    for rows in read_rows(path, header, has_bar=True):
+    for rows in read_rows(path, header):
         for row, name in enumerate(rows.names("gene")):
             if name in row_of:
                 raise rows.error(row, "gene", "has two rows: remove one of them")

@@ -106,15 +106,12 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
         cause = " ".join(cause.split())
         if "NCCL" in reason and "ncclRemoteError" not in reason:
             return "", f"rank {rank}: NCCL reports: {cause}"
-        return "", (
-            f"rank {rank}: another rank was killed or cannot be reached ({cause}): see the output "
-            "and the logs of the other ranks"
-        )
+        problem = f"rank {rank}: another rank was killed or cannot be reached ({cause})"
+        return "", f"{problem}: see the output and the logs of the other ranks"
     if allocated:
-        return "", (
-            f"rank {rank}: out of memory when allocating {allocated[1]}: decrease model.hidden or "
-            "data.batch_size, or increase optim.accumulate"
-        )
+        problem = f"rank {rank}: out of memory when allocating {allocated[1]}"
+        advice = "decrease model.hidden or data.batch_size, or increase optim.accumulate"
+        return "", f"{problem}: {advice}"
     trace = "".join(traceback.format_exception(error))
     return trace, f"rank {rank}: {type(error).__name__}: {reason}"
 

@@ -56,8 +56,7 @@ class DDPConfig:
         for name, value in self.options.items():
             kinds = (int, float) if name == "bucket_cap_mb" else (bool,)
             # All ranks must start from the parameters of rank 0, so init_sync must remain true.
-            is_known = name in arguments and name != "init_sync"
-            if not is_known or type(value) not in kinds:
+            if name not in arguments or name == "init_sync" or type(value) not in kinds:
                 raise ValueError(
                     f"ddp.options: {name}: {value!r} is invalid: give arguments of "
                     "DistributedDataParallel that are true or false, or bucket_cap_mb and a number"

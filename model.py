@@ -180,11 +180,9 @@ class KnockoutGNN(nn.Module):
 
         They are all vectors, and all parameters of the baseline.
         """
-        names = set()
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1 or name.startswith("terms.without_graph."):
-                names.add(name)
-        return names
+        parameters = dict(self.named_parameters())
+        prefix = "terms.without_graph."
+        return {name for name in parameters if parameters[name].dim() == 1 or prefix in name}
 
 
 def uniform(seed: Tensor, key: Tensor, width: int) -> Tensor:

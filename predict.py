@@ -199,12 +199,11 @@ def predict(settings: Settings, ddp: Distributed) -> None:
     """Writes the output that the command line selects; raises `UserError` on every rank."""
     with ddp.sync_errors():
         hashes = settings.hashes()
-    ddp.check_equal({**hashes, **library_versions(), "modules": module_names()})
+    ddp.check_equal({**hashes, **library_versions(), "the list of modules": module_names()})
     with ddp.sync_errors():
         ensemble = Ensemble(settings.runs, ddp)
         settings.explain = min(settings.explain, len(ensemble.tables.genes))
-        is_first = ddp.rank == 0
-        survey = survey_sets(settings.table, ensemble.tables, *settings.rows, has_bar=is_first)
+        survey = survey_sets(settings.table, ensemble.tables, *settings.rows)
         if settings.parts:
             ensemble.check_parts()
         explainer = explainer_of(ensemble) if settings.explain else None

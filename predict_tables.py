@@ -137,13 +137,10 @@ class Survey:
     unknown: list[str]  # distinct names that are not nodes of the graph
 
 
-def survey_sets(
-    path: str, tables: Tables, first: int = 0, last: int = sys.maxsize, has_bar: bool = False
-) -> Survey:
+def survey_sets(path: str, tables: Tables, first: int = 0, last: int = sys.maxsize) -> Survey:
     """Reads all rows that `read_sets` will read, so that errors occur before the first prediction.
 
-    With `has_bar`, a progress bar shows how much has been read. Raises `DataError` if the table is
-    wrong, and `UserError` if it does not have a row `first`.
+    Raises `DataError` if the table is wrong, and `UserError` if it does not have a row `first`.
     """
     size, _ = screen(path)
     if size:
@@ -153,7 +150,7 @@ def survey_sets(
     else:
         survey = Survey(0, 0, [])
         unknown = {}  # a dict, because its keys are distinct and keep their order
-        for chunk in read_sets(path, tables, first, last, MOST, has_bar):
+        for chunk in read_sets(path, tables, first, last):
             survey.num_rows += len(chunk.sets)
             survey.num_known += len(chunk.samples.y)
             unknown |= dict.fromkeys(chunk.unknown)
@@ -169,7 +166,6 @@ def read_sets(
     first: int = 0,
     last: int = sys.maxsize,
     most: int = MOST,
-    has_bar: bool = False,
 ) -> Iterator[Chunk]:
     """Yields the rows of a table from `first` to `last` - 1 in chunks. Raises `DataError`.
 
@@ -178,7 +174,6 @@ def read_sets(
         tables: has the graph.
         first, last: the first row, counted from 0, and the row after the last.
         most: largest number of rows in a chunk.
-        has_bar: whether a progress bar shows how much has been read.
     """
     size, level = screen(path)
     if size:
@@ -186,7 +181,7 @@ def read_sets(
         return
     header = read_header(path, ("genes",))
     end = 0  # number of rows so far
-    for rows in read_rows(path, header, skip_blank=False, has_bar=has_bar):
+    for rows in read_rows(path, header, skip_blank=False):
         begin = end
         end += len(rows.lines)
         for start in range(max(first, begin), min(last, end), most):

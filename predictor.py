@@ -4,6 +4,8 @@ Shapes: n samples or sets of knock-outs, B samples in a batch, T scores. A model
 columns for each score.
 """
 
+import contextlib
+import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +32,6 @@ from mask import SharedGraph
 from parts import optional
 from predict_tables import MOST, Chunk, chunk_of, read_graph, tables_of_graph, unknown_nodes
 from run_checkpoint import load_model, read_checkpoint
-from run_folder import read_status
 from task import KnockoutTask, make_dataset
 
 log = logging.getLogger("predictor")
@@ -66,8 +67,10 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
     """
     path = Path(expand_path(str(run)))
     if path.is_dir():
-        state = read_status(path).get("state")
-        if state not in ("finished", None):
+        state = "finished"  # is assumed if the run has no readable status.json
+        with contextlib.suppress(OSError, ValueError):
+            state = json.loads((path / "status.json").read_text("utf-8"))["state"]
+        if state != "finished":
             log.warning(
                 f"note      predictions use the best model of {path} so far, because the state of "
                 f"this run is {state}"

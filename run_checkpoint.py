@@ -92,10 +92,9 @@ class TrainState:
             load_model(self.model, state)
             self.optimizer.load_state_dict(state["optimizer"])
         except (UserError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{state['file']} does not match the current model or optimiser ({error}): to "
-                f"start from its parameters, set run.init={state['file']} and another run.name"
-            ) from None
+            problem = f"{state['file']} does not match the current model or optimiser ({error})"
+            advice = f"to start from its parameters, set run.init={state['file']} and run.name"
+            raise UserError(f"{problem}: {advice}") from None
         self.optimizer.param_groups = groups  # keeps the learning rates of the configuration
         # ZeRO loads the step counts on the CPU, but fused AdamW needs them on the device.
         inner = getattr(self.optimizer, "optim", self.optimizer)

@@ -104,7 +104,6 @@ class RunFolder:
         self.rows = []  # the rows of metrics.jsonl
         self.profiler = None
         self.loss_and_speed = ""  # a text about the last steps, for the progress bar
-        self.started_at = 0.0  # start of training, from `time.perf_counter`
 
     # ---- Opening ---------------------------------------------------------------------------------
     def _lock(self) -> None:
@@ -171,6 +170,7 @@ class RunFolder:
         self.saved = {"step": state.step, "epoch": state.epoch}
         self.first_step = state.step  # the step from which this process started or resumed
         self.last_step = steps_per_epoch * self.config.optim.epochs  # the last step of the run
+        self.started_at = time.perf_counter()
         changes = optional("run_changes")
         self.ddp.heartbeat = self.ddp.heartbeat._replace(step=state.step)
         ranks = describe(self.ddp)
@@ -477,10 +477,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):  # skips a line that is incomplete after a kill
             rows.append(json.loads(line))
     return rows
-
-
-def read_status(folder: Path) -> dict[str, Any]:
-    """Returns the content of status.json in a run's folder, or {} if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / "status.json").read_text("utf-8"))
-    return {}

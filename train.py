@@ -22,7 +22,6 @@ import logging
 import math
 import os
 import resource
-import shlex
 import sys
 import time
 import warnings
@@ -147,7 +146,6 @@ def train(config: Config, ddp: Distributed) -> None:
         if state.best is None:
             # Validate the starting point, because it is also a candidate for the best model.
             validate(task, state, folder, ddp, ends_epoch=False)
-        folder.started_at = time.perf_counter()
         with folder.profile():
             while not state.is_trained(optim, sampler.steps_per_epoch):
                 # A run that resumes in the middle of an epoch skips the steps that it has made.
@@ -318,9 +316,6 @@ def test(task: KnockoutTask, state: TrainState, folder: RunFolder, ddp: Distribu
     result = task.metrics("test", output)
     folder.finish(state, result, task.result_lines(output))
     log.info(f"test      {metrics_text(result, task.rivals)} ({counted(result['n'], 'sample')})")
-    if is_here("analyse"):
-        command = f"python analyse.py {shlex.quote(str(folder.path))}"
-        log.info(f"test      for confidence intervals and groups of rows, run {command}")
 
 
 class Meter:

@@ -1,7 +1,6 @@
 """Progress bars and the remaining time: when and where they appear, and their texts."""
 
 import errno
-import gzip
 import io
 import re
 from types import SimpleNamespace
@@ -13,16 +12,14 @@ from tqdm import tqdm
 from analyse_metrics import metrics_by_group, metrics_of_rivals
 from baseline import fit_baseline
 from config import Config
-from data import DataConfig, load
-from data_cells import read_rows
+from data import DataConfig
 from ddp_setup import DDPConfig, Distributed
 from evaluate import predict_rows
 from run_folder import RunFolder
 from run_progress import ProgressBar, progress_bar
 from task import KnockoutTask
-from tests.template.fixtures import write_table
 from tests.template.results import make_rows
-from tests.template.tables import additive_tables, combined_tables, write_tables
+from tests.template.tables import additive_tables, combined_tables
 
 
 class Clock:
@@ -143,31 +140,9 @@ def test_a_resumed_run_counts_the_steps_of_this_process(train):
 
 
 # ---- Loops with a bar ----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["t.tsv", "t.tsv.gz"])
-def test_the_bar_of_a_table_counts_its_bytes(monkeypatch, tmp_path, clock, terminal, name):
-    monkeypatch.setattr("data_cells.CHUNK", 10_000)
-    numbers = torch.rand(50_000, generator=torch.Generator().manual_seed(0)).tolist()
-    content = ("genes\tscore\n" + "".join(f"a\t{number}\n" for number in numbers)).encode()
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    for has_bar in (False, True):
-        assert terminal.getvalue() == ""
-        for _ in read_rows(str(path), ["genes", "score"], has_bar=has_bar):
-            clock.now += 10
-    percents = [int(text) for text in re.findall(rf"reading {name}: +(\d+)%", terminal.getvalue())]
-    assert len(percents) >= 4 and percents == sorted(percents)
-    assert 0 < percents[0] < 40 and percents[-1] >= 90
-
-
-def test_reading_fitting_and_predicting_have_bars(monkeypatch, tmp_path, clock, terminal):
-    monkeypatch.setattr("data_cells.CHUNK", 1)
+def test_fitting_and_predicting_have_bars(monkeypatch, clock, terminal):
     monkeypatch.setattr("baseline.TARGETS_AT_ONCE", 1)
     clock.tick = 10.0  # makes all loops slow
-    features = str(write_table(tmp_path / "features.tsv", [("gene", "size"), ("a", 1), ("b", 2)]))
-    load(write_tables(tmp_path, features=features))
-    for name in ("edges", "scores", "features"):
-        assert f"reading {name}.tsv: " in terminal.getvalue()
-
     tables = combined_tables(num_rows=400)
     tables.y = torch.cat([tables.y, -tables.y], dim=1)
     tables.targets = ["plus", "minus"]
