@@ -318,8 +318,9 @@ class KnockoutConv(nn.Module):
             level: level of each node in each sample, [N, B]. None: all nodes are intact.
         """
         h = self.norm(x)
+        root = self.root(h)
         sums = graph.propagate(h, self.SCALE * self.gate, level)  # over the living edges
-        return self.add(x, self.root(h) + self.out(sums))
+        return self.add(x, root + self.out(sums))
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
         """Returns x + gelu(update), [N, B, H]."""
@@ -348,8 +349,9 @@ class FirstConv(KnockoutConv):
             samples: a block of b samples. None: all nodes are intact, and b is 1.
         """
         h = self.norm(sent)
+        root = self.root(x)
         sums = graph.propagate_from_one(h, self.SCALE * self.gate, samples)
-        return self.add(x, self.root(x) + self.out(sums))
+        return self.add(x, root + self.out(sums))
 
 
 # ---- Terms ---------------------------------------------------------------------------------------
