@@ -44,6 +44,10 @@ class Rows:
     lines: Sequence[int]  # line number of each row in the file
     cells: dict[str, list[str]]  # {column: cells of the rows}
 
+    def place(self, row: int) -> str:
+        """Returns the file and the line of a row, for errors."""
+        return f"{self.path}:{self.lines[row]}"
+
     def error(self, row: int, column: str, problem: str) -> DataError:
         """Returns the error for a wrong cell.
 
@@ -51,7 +55,7 @@ class Rows:
         `problem`, such as "is not a number: correct it".
         """
         cell = self.cells[column][row]
-        return DataError(f"{self.path}:{self.lines[row]}: the {column:.60} {cell!r:.60} {problem}")
+        return DataError(f"{self.place(row)}: the {column:.60} {cell!r:.60} {problem}")
 
     def numbers(self, column: str, positive: bool = False, advice: str = ": correct it") -> Tensor:
         """Returns a column of numbers, float64 [n], nan if missing.

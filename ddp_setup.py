@@ -57,10 +57,9 @@ class DDPConfig:
             kinds = (int, float) if name == "bucket_cap_mb" else (bool,)
             # All ranks must start from the parameters of rank 0, so init_sync must remain true.
             if name not in arguments or name == "init_sync" or type(value) not in kinds:
-                raise ValueError(
-                    f"ddp.options: {name}: {value!r} is invalid: give arguments of "
-                    "DistributedDataParallel that are true or false, or bucket_cap_mb and a number"
-                )
+                advice = "give arguments of DistributedDataParallel that are true or false"
+                advice += ", or bucket_cap_mb and a number"
+                raise ValueError(f"ddp.options: {name}: {value!r} is invalid: {advice}")
 
 
 # ---- Rank, collectives, stopping and failing -----------------------------------------------------
@@ -366,10 +365,9 @@ def setup(ddp: Distributed) -> Distributed:
             gpu = torch.cuda.get_device_properties(ddp.device).uuid
             first = int(ddp.store.compare_set(f"gpu/{gpu}", "", str(ddp.rank)))
             if first != ddp.rank:
-                raise UserError(
-                    f"ranks {first} and {ddp.rank} share a GPU: start one process per GPU, "
-                    "or set CUDA_VISIBLE_DEVICES= to run on the CPU"
-                )
+                problem = f"ranks {first} and {ddp.rank} share a GPU"
+                advice = "start one process per GPU, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+                raise UserError(f"{problem}: {advice}")
     # Ranks on a CPU and ranks on a GPU use different backends, and would wait for each other.
     ddp.check_equal({"device": ddp.device.type})
     return ddp

@@ -35,10 +35,8 @@ class OptimConfig:
         for key, value in self.lr_mult.items():
             is_factor = type(value) in (int, float) and 0 <= value < 1e30
             if not (isinstance(key, str) and is_factor):
-                raise ValueError(
-                    f"optim.lr_mult: {key}: {value!r} is invalid: write part of a parameter "
-                    "name as the key, and a number >= 0 without quotes as the value"
-                )
+                advice = "the key must be part of a parameter name, and the value a number >= 0"
+                raise ValueError(f"optim.lr_mult: {key}: {value!r} is invalid: {advice}")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -358,8 +358,7 @@ def check_scores(tables: Tables, config: Config) -> None:
     is_lost = varies & (std < LEAST_STD * y.nan_to_num().abs().amax(dim=0))
     names = [name for name, lost in zip(tables.targets, is_lost.tolist(), strict=True) if lost]
     if names:
-        raise UserError(
-            f"the standard deviation of {names[0]!r} is below {LEAST_STD:g} of its largest value, "
-            "so digits would be lost: subtract a constant from this score"
-        )
+        problem = f"the standard deviation of {names[0]!r} is too small"
+        reason = f"because it is below {LEAST_STD:g} of the largest value"
+        raise UserError(f"{problem}, {reason}: subtract a constant from this score")
     LOSSES[config.optim.loss].check(tables.y)

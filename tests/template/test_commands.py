@@ -147,7 +147,7 @@ def test_wrong_arguments_are_an_error_of_one_line(train_here, capsys):
         assert analyse.main([]) == 2
         assert_one_line(capsys, "error: the following arguments are required: RUN")
         assert analyse.main(["runs/none"]) == 2
-        assert_one_line(capsys, "error: cannot read runs/none/test.tsv: ")
+        assert_one_line(capsys, "error: runs/none has no test.tsv: ")
 
 
 def assert_one_line(capsys: pytest.CaptureFixture, beginning: str) -> None:

@@ -32,7 +32,7 @@ def test_a_run_prints_its_plan_and_progress(train):
     kinds = [line.split()[0] for line in lines[5:]]
     assert kinds == [
         *("run", "data", "model", "batch"),
-        *("epoch", "epoch", "trained", "run", "test", "test"),
+        *("epoch", "epoch", "trained", "run", "test"),
     ]
     validation = f"val loss .*, {first_metric().title()} .*"
     assert re.fullmatch(f"epoch 0/1  step 0  {validation}", lines[9])
