@@ -1,6 +1,7 @@
 """Reading the rows of a table's file: headers, names, cells, lines and missing values."""
 
 import bz2
+import codecs
 import gzip
 import lzma
 import math
@@ -232,10 +233,11 @@ def test_files_in_other_formats_are_refused_whatever_their_name_is(tmp_path, con
 
 
 def test_a_gzipped_table_is_recognised_by_its_content(tmp_path):
-    """Its lines may end with CRLF."""
+    """Its lines may end with CRLF, and it may begin with a byte order mark."""
     options = write_tables(tmp_path)
     expected = load(options).fingerprint()
     text = Path(options.edges).read_bytes().replace(b"\n", b"\r\n") + b"\r\n"
+    text = codecs.BOM_UTF8 + text
     for name, content in {"edges.tsv": gzip.compress(text), "text.gz": text}.items():
         (tmp_path / name).write_bytes(content)
         assert load(replace(options, edges=str(tmp_path / name))).fingerprint() == expected
