@@ -19,6 +19,7 @@ After an interruption, the same command continues. Runs that exist in `--dir` ar
 import argparse
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -255,6 +256,8 @@ def main() -> None:
             if not path.exists():
                 of_run = [f"run.seed={seed}", f"data.val_fraction={fraction}"]
                 where = [f"run.dir={folder}", f"run.name={path.stem}"]
+                # The validations of an interrupted run are lost, so it starts again.
+                shutil.rmtree(folder / path.stem, ignore_errors=True)
                 record(options.config, [*overrides, *of_run, *where], path)
 
 
