@@ -300,7 +300,7 @@ def explain_yaml_errors(source: str | Path) -> Iterator[None]:
     """Turns an error in the block, which reads YAML, into a `UserError`."""
     try:
         yield
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(reason_of(error).split())
         raise UserError(f"cannot read the configuration {source}: {reason}") from None
 

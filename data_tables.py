@@ -324,7 +324,7 @@ def read_knockouts(
     score_columns = [name for name in header[1:] if name not in ROLES]
     for name in score_columns:
         if name.lower() in ROLES and name not in chosen:
-            problem = f"is not {name.lower()!r}, which is in lower case: rename the column"
+            problem = f"is not {name.lower()!r}, which is in lower case: rename or remove it"
             raise DataError(f"{path}:1: the column {name!r} {problem}, or list it in data.scores")
     if not score_columns or {"weight", "sd"} <= set(header):
         problem = "the header needs at least one score column, and cannot have both weight and sd"

@@ -46,8 +46,8 @@ class DDPConfig:
     """The options of the section `ddp` in config.yaml, which explains them."""
 
     device_ids: list[int] = field(default_factory=list)
-    startup_timeout_s: float = field(default=1800.0, metadata={"min": 1})
-    timeout_s: float = field(default=300.0, metadata={"min": 1})
+    startup_timeout_s: float = field(default=1800.0, metadata={"min": 1, "max": 1e6})
+    timeout_s: float = field(default=300.0, metadata={"min": 1, "max": 1e6})
     sync_batchnorm: bool = False
     options: dict = field(default_factory=dict)
 

@@ -188,7 +188,8 @@ class RunFolder:
     def _check_is_same_run(self, checkpoint: dict[str, Any]) -> None:
         """Raises `UserError` if the data or a fixed option has changed since a checkpoint."""
         file = checkpoint["file"]
-        advice = f"set another run.name. To start from its parameters, also set run.init={file}"
+        start = f"To start from its parameters, set run.init={file} and leave out run.resume"
+        advice = f"set another run.name. {start}"
         if not may_compare(checkpoint["data"], self.origin.data):
             log.warning(
                 f"note      {file} was written by an earlier version of the template, so it cannot "

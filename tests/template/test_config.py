@@ -278,6 +278,8 @@ def test_the_rule_of_an_added_option_is_in_its_metadata_or_is_noted(added):
         ("optim.lr_mult={a: '1'}", "optim.lr_mult: a: '1' is invalid: "),
         ("optim.lr_mult={a: 1e400}", "optim.lr_mult: a: inf is invalid: "),
         ("optim.lr_mult={0: 1}", "optim.lr_mult: 0: 1 is invalid: "),
+        ("optim.lr_mult=!!map [a]", "cannot read the configuration optim.lr_mult=!!map [a]: "),
+        ("ddp.timeout_s=9e18", "ddp.timeout_s must be float >= 1 and <= 1000000.0, not 9e+18"),
         ("optim.epochs=[", "cannot read the configuration optim.epochs=[: while parsing"),
         ("--config=", "cannot read the configuration"),
         ("data.undirected=1", "data.undirected must be bool, not 1"),
