@@ -320,7 +320,7 @@ def by_key(sections: Mapping[str, Mapping | None]) -> dict[str, Any]:
 def all_options() -> dict[str, Field]:
     """Returns {"section.key": field of the dataclass} for all options.
 
-    The `metadata` of each field have a rule `resume`.
+    The `metadata` of each field has the rule `resume`.
     """
     options = {}
     for section in fields(Config):

@@ -68,7 +68,7 @@ def read_run(run: str | Path, overrides: Sequence[str] = ()) -> Run:
     path = Path(expand_path(str(run)))
     if path.is_dir():
         state = "finished"  # is assumed if the run has no readable status.json
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             state = json.loads((path / "status.json").read_text("utf-8"))["state"]
         if state != "finished":
             log.warning(
