@@ -14,7 +14,6 @@ need to distinguish them. For example, this program prints the number of ranks:
 
 import contextlib
 import gc
-import inspect
 import itertools
 import os
 import platform
@@ -38,6 +37,9 @@ from errors import UserError, counted, reason_of
 from parts import optional
 
 group_numbers = itertools.count()  # numbers the process groups that this process joins
+# Arguments of DistributedDataParallel that ddp.options accepts, besides bucket_cap_mb. init_sync is
+# not one of them, because all ranks must start from the parameters of rank 0.
+FLAGS = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 AGREEMENT_S = 0.5  # approximate seconds between two agreements of the ranks on whether to stop
 
 
@@ -52,13 +54,12 @@ class DDPConfig:
     options: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        arguments = inspect.signature(DistributedDataParallel).parameters
         for name, value in self.options.items():
-            kinds = (int, float) if name == "bucket_cap_mb" else (bool,)
-            # All ranks must start from the parameters of rank 0, so init_sync must remain true.
-            if name not in arguments or name == "init_sync" or type(value) not in kinds:
-                advice = "give arguments of DistributedDataParallel that are true or false"
-                advice += ", or bucket_cap_mb and a number"
+            is_flag = name in FLAGS and type(value) is bool
+            is_size = name == "bucket_cap_mb" and type(value) in (int, float)
+            if not is_flag and not (is_size and 0 < value <= 1e6):
+                advice = f"give {', '.join(FLAGS)} as true or false"
+                advice += ", or bucket_cap_mb as a number above 0 and up to 1e6"
                 raise ValueError(f"ddp.options: {name}: {value!r} is invalid: {advice}")
 
 

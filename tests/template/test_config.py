@@ -291,6 +291,9 @@ def test_the_rule_of_an_added_option_is_in_its_metadata_or_is_noted(added):
         # Otherwise, only rank 0 would start from the parameters of run.init.
         ("ddp.options={init_sync: false}", "ddp.options: init_sync: False is invalid: "),
         ("ddp.options={static_graph: 3}", "ddp.options: static_graph: 3 is invalid: "),
+        ("ddp.options={mixed_precision: true}", "mixed_precision: True is invalid: "),
+        ("ddp.options={bucket_cap_mb: 0}", "bucket_cap_mb: 0 is invalid: "),
+        ("ddp.options={bucket_cap_mb: 1e400}", "bucket_cap_mb: inf is invalid: "),
         ("ddp.options={bucket_cap_mb: big}", "bucket_cap_mb: 'big' is invalid: "),
         ("data.edges=edges.tsv", "data.edges or data.perturbations is missing: "),
     ],
