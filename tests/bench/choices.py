@@ -1,7 +1,7 @@
 """Compares rules that choose the best model of a run: Pearson's r on test rows.
 
     python -m tests.bench.choices train TABLE [--config FILE] [--seeds 0 1 ...]
-        [--val-fractions 0.1 ...] [section.key=value ...]
+        [--val-fractions 0.1 ...] [--decay 0.99] [section.key=value ...]
     python -m tests.bench.choices report [TABLE ...]
 
 `train` trains a run for each seed and each value of data.val_fraction. TABLE is a name of your
@@ -17,6 +17,7 @@ After an interruption, the same command continues. Runs that exist in `--dir` ar
 """
 
 import argparse
+import itertools
 import math
 import re
 import shutil
@@ -38,7 +39,6 @@ from run_folder import RunFolder
 from task import KnockoutTask
 from tests.bench import report
 
-DECAY = 0.99  # decay of the moving average, as in the recipe ema
 NUM_MEMBERS = 5  # number of runs in an ensemble
 FRACTIONS = (0.1, 0.2, 0.3)  # values of data.val_fraction
 
@@ -48,7 +48,7 @@ Run = dict[str, list[dict[str, dict]]]
 
 
 # ---- Training ------------------------------------------------------------------------------------
-def record(files: list[str], overrides: list[str], path: Path) -> None:
+def record(files: list[str], overrides: list[str], decay: float, path: Path) -> None:
     """Trains a run, and writes its validations and its predictions of test rows to a file."""
     config = load_config(files, overrides)
     epochs = []
@@ -59,7 +59,7 @@ def record(files: list[str], overrides: list[str], path: Path) -> None:
     def update_parameters(state: TrainState, clip: float) -> Tensor:
         norm_and_scale = of_train["update_parameters"](state, clip)
         if not averages:
-            averages.append(AveragedModel(state.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)))
+            averages.append(AveragedModel(state.model, multi_avg_fn=get_ema_multi_avg_fn(decay)))
         averages[0].update_parameters(state.model)
         return norm_and_scale
 
@@ -155,7 +155,7 @@ RULES: dict[str, tuple[float, Callable[[list[Run]], list[Tensor]]]] = {
 
 
 def scores_of(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns {rule: (test Pearson of each run, of each ensemble)} for one table.
+    """Returns {rule: (test Pearson of each run, of ensembles without each run)} for one table.
 
     Only seeds that were trained with every value of data.val_fraction count. Rules are compared on
     the rows that are test rows for every value. With data.split=nodes, a test row with a validation
@@ -182,10 +182,20 @@ def scores_of(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         place = torch.isin(first["row"], rows)
         predictions = torch.stack([chosen[place] for chosen in rule(runs[fraction])])
         y = first["y"][place]
-        members = predictions[: len(predictions) // NUM_MEMBERS * NUM_MEMBERS]
-        ensembles = members.unflatten(0, (-1, NUM_MEMBERS)).mean(dim=1)
-        scores[name] = (correlation(y, predictions), correlation(y, ensembles))
+        scores[name] = (correlation(y, predictions), of_ensembles(y, predictions))
     return scores
+
+
+def of_ensembles(y: Tensor, predictions: Tensor) -> Tensor:
+    """Returns Pearson's r of ensembles of NUM_MEMBERS runs, given the predictions [M, n] of runs.
+
+    Value k, of M values, is the mean over all ensembles without run k. It is NaN if there are none.
+    """
+    runs = range(len(predictions))
+    chosen = list(itertools.combinations(runs, NUM_MEMBERS))
+    ensembles = torch.tensor(chosen, dtype=torch.long).reshape(-1, NUM_MEMBERS)
+    scores = correlation(y, predictions[ensembles].mean(dim=1))
+    return torch.stack([scores[(ensembles != run).all(dim=1)].mean() for run in runs])
 
 
 def correlation(y: Tensor, predictions: Tensor) -> Tensor:
@@ -193,10 +203,13 @@ def correlation(y: Tensor, predictions: Tensor) -> Tensor:
     return pearson(y.expand(-1, len(predictions)), predictions.T).nan_to_num()
 
 
-def mean_and_error(differences: Tensor) -> tuple[float, float]:
-    """Returns the mean of values [M], and its standard error."""
-    error = differences.std() / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-    return float(differences.mean()), float(error)
+def mean_and_error(differences: Tensor, of_ensembles: bool) -> tuple[float, float]:
+    """Returns the mean of values [M], and its standard error.
+
+    The values of ensembles are means without one run each, so their error is a jackknife estimate.
+    """
+    error = float(differences.std()) / math.sqrt(len(differences))
+    return float(differences.mean()), error * (len(differences) - 1 if of_ensembles else 1)
 
 
 def tables_of_results(folder: Path, names: list[str]) -> dict[str, list[dict]]:
@@ -204,7 +217,7 @@ def tables_of_results(folder: Path, names: list[str]) -> dict[str, list[dict]]:
     results = {name: scores_of(folder / name) for name in names}
     first = next(iter(RULES))
     sections = {}
-    for kind, title in enumerate(("One run", f"Ensemble of {NUM_MEMBERS}")):
+    for kind, title in enumerate(("One run", f"Ensembles of {NUM_MEMBERS}")):
         rows = []
         for rule in RULES:
             row = {"rule": rule}
@@ -212,10 +225,10 @@ def tables_of_results(folder: Path, names: list[str]) -> dict[str, list[dict]]:
             errors = []
             for name, scores in results.items():
                 row[name] = "-"
-                if rule not in scores or not len(scores[rule][kind]):
+                if rule not in scores or scores[rule][kind].isnan().any():
                     continue
                 found = scores[rule][kind]
-                mean, error = mean_and_error(found - scores[first][kind])
+                mean, error = mean_and_error(found - scores[first][kind], of_ensembles=kind == 1)
                 row[name] = f"{found.mean():.3f} ({mean:+.3f} ± {error:.3f})"
                 means.append(mean)
                 errors.append(error)
@@ -239,6 +252,7 @@ def main() -> None:
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
     parser.add_argument("--seeds", nargs="+", type=int, default=range(10), metavar="SEED")
     parser.add_argument("--val-fractions", nargs="+", type=float, default=FRACTIONS)
+    parser.add_argument("--decay", type=float, default=0.99, help="decay of the moving average")
     parser.add_argument("--dir", type=Path, default=Path("runs/choices"))
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to it")
     options = parser.parse_intermixed_args()
@@ -258,7 +272,7 @@ def main() -> None:
                 where = [f"run.dir={folder}", f"run.name={path.stem}"]
                 # The validations of an interrupted run are lost, so it starts again.
                 shutil.rmtree(folder / path.stem, ignore_errors=True)
-                record(options.config, [*overrides, *of_run, *where], path)
+                record(options.config, [*overrides, *of_run, *where], options.decay, path)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_the_rule_of_train_py_gives_the_test_result_of_the_run(tables, tmp_path,
     choices.main()
     (tmp_path / "runs/tiny/0.1-01.pt").unlink()
     choices.main()  # trains only the second run again
-    of_runs, of_ensembles = scores_of(tmp_path / "runs/tiny")["best validation"]
+    of_runs, without_each = scores_of(tmp_path / "runs/tiny")["best validation"]
     tested = []
     for name in ("0.1-00", "0.1-01"):
         run = tmp_path / "runs/tiny" / name
@@ -33,11 +33,25 @@ def test_the_rule_of_train_py_gives_the_test_result_of_the_run(tables, tmp_path,
         tested += [row["pearson"] for row in read_metrics(run, "test")]
     torch.testing.assert_close(of_runs, torch.tensor(tested, dtype=torch.float64))
     assert tested[0] != tested[1]
-    assert len(of_ensembles) == 0
-    monkeypatch.setattr(choices, "NUM_MEMBERS", 2)
-    for rows in choices.tables_of_results(tmp_path / "runs", ["tiny"]).values():
-        assert [row["rule"] for row in rows] == list(RULES)
-        assert rows[0]["tiny"].endswith("(+0.000 ± nan)") or "+0.000 ± 0.000" in rows[0]["tiny"]
+    assert without_each.isnan().all()
+    of_one, of_five = choices.tables_of_results(tmp_path / "runs", ["tiny"]).values()
+    assert [row["rule"] for row in of_one] == list(RULES)
+    assert of_one[0]["tiny"].endswith("(+0.000 ± 0.000)")
+    assert of_five[0]["tiny"] == "-"
+
+
+def test_the_error_of_ensembles_is_a_jackknife_estimate(monkeypatch):
+    """Ensembles of one run have the mean and the standard error of runs."""
+    generator = torch.Generator().manual_seed(0)
+    predictions = torch.randn(7, len(Y), generator=generator)
+    of_runs = choices.correlation(Y, predictions)
+    monkeypatch.setattr(choices, "NUM_MEMBERS", 1)
+    without_each = choices.of_ensembles(Y, predictions)
+    expected = choices.mean_and_error(of_runs, of_ensembles=False)
+    assert choices.mean_and_error(without_each, of_ensembles=True) == pytest.approx(expected)
+    monkeypatch.setattr(choices, "NUM_MEMBERS", 6)
+    first = choices.correlation(Y, predictions[1:].mean(dim=0, keepdim=True))
+    torch.testing.assert_close(choices.of_ensembles(Y, predictions)[:1], first)
 
 
 @pytest.mark.parametrize(
