@@ -94,11 +94,10 @@ def load(config: DataConfig) -> Tables:
             raise DataError(f"{problem}: remove the column, or leave out the options")
     for split in SPLITS:
         if len(tables.rows(split)) == 0:
-            rows = f"{counted(len(tables.y), 'row')}, data.split={config.split}"
-            raise DataError(
-                f"{config.perturbations}: the {split} split is empty ({rows}): add rows, or change "
-                "the column split or, if it is missing, data.val_fraction, test_fraction or fold"
-            )
+            problem = f"the {split} split of {counted(len(tables.y), 'row')} is empty"
+            advice = "add rows, or change the column split or, if it is missing, data.split, "
+            advice += "val_fraction, test_fraction or fold"
+            raise DataError(f"{config.perturbations}: {problem}: {advice}")
     return tables
 
 

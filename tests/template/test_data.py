@@ -69,7 +69,7 @@ def test_fractions_that_leave_a_split_without_rows_are_refused(tmp_path):
         ({"val_fraction": 0.0}, "val"),
         ({"test_fraction": 0.95}, "val|train"),
     ):
-        message = rf"the ({split}) split is empty \(10 rows"
+        message = rf"the ({split}) split of 10 rows is empty"
         with pytest.raises(DataError, match=message):
             load(replace(options, **fractions))
 
@@ -212,7 +212,7 @@ def test_options_of_a_split_are_errors_if_there_is_a_column_split(tmp_path):
 
 def test_a_node_split_without_validation_rows_is_an_error(tmp_path):
     unsplit = [row[:2] for row in SCORES]
-    message = r"the val split is empty \(3 rows, data.split=nodes\)"
+    message = r"the val split of 3 rows is empty"
     with pytest.raises(DataError, match=message):
         load(write_tables(tmp_path, scores=unsplit, split="nodes", test_fraction=0.4))
 
