@@ -58,7 +58,6 @@ def notes_on(tables: Any, files: Sequence[str], described: Mapping, row: Tensor)
         described: {name: values [F]} for each row in the table of features.
         row: The row of each name in the column genes, long [total]. Unlike `tables.perturbed`, it
             includes nodes at level 1.
-        are_chosen: Whether data.scores lists the scores.
     """
     _, perturbations, features = files
     connected = [tables.genes[node] for node in tables.edge_index.unique().tolist()]
