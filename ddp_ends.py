@@ -94,7 +94,8 @@ def explain_failure(error: BaseException, rank: int) -> tuple[str, str]:
     The reason is one message. The traceback is "" for errors that the reason explains completely,
     such as a `UserError` or a lack of memory.
     """
-    reason = str(error)
+    # The name of a file need not be valid UTF-8, but the store and the log only accept UTF-8.
+    reason = str(error).encode(errors="backslashreplace").decode()
     of_gloo = isinstance(error, RuntimeError) and "/gloo/" in reason
     allocated = re.search(r"tried to allocate ([\d.]+ \w+)", reason, re.IGNORECASE)
     if isinstance(error, UserError):

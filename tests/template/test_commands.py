@@ -8,8 +8,10 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import json
 import logging
+import math
 import os
 import re
 import runpy
@@ -31,8 +33,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import analyse
 import ddp_setup
 import ddp_threads
+import ddp_watchdog
 import predict
 import train
+from config import restored_process
 from ddp_ends import StopRequest
 from predictor import Ensemble
 from task import KnockoutTask
@@ -316,7 +320,7 @@ def test_ctrl_c_before_training_interrupts_the_command(train_here, monkeypatch, 
 
 # ---- Under torchrun ------------------------------------------------------------------------------
 @pytest.fixture
-def under_torchrun(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
+def under_torchrun(monkeypatch, tmp_path) -> Iterator[pytest.MonkeyPatch]:
     """Sets the environment as if torchrun had launched this process as its only rank."""
     store = dist.TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=9)
@@ -325,6 +329,7 @@ def under_torchrun(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
     variables |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {"MASTER_PORT": store.port, "TORCHELASTIC_ERROR_FILE": "error.json"}
     with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
         for name, value in variables.items():
             patch.setenv(name, str(value))
         yield patch
@@ -349,6 +354,44 @@ def test_a_single_rank_leaves_its_process_group(train_here, under_torchrun, caps
             status = json.loads((tmp_path / "runs" / problem / "status.json").read_text())
             assert problem in status["reason"]
     assert capsys.readouterr().err.count("\nerror: ") == 2
+
+
+def test_ranks_that_torchrun_restarts_do_not_see_the_failure_of_earlier_ranks(under_torchrun):
+    for start in range(2):
+        under_torchrun.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        under_torchrun.setattr(ddp_setup, "group_numbers", itertools.count())  # a new process
+        with restored_process():
+            ddp = ddp_setup.setup(ddp_setup.Distributed(ddp_setup.DDPConfig()))
+            try:
+                assert ddp.first_failure(f"of start {start}") == (f"of start {start}", True)
+            finally:
+                ddp.close()
+
+
+def test_a_group_has_both_time_limits_and_a_single_rank_none(under_torchrun):
+    """The watchdog has its own connection to the store, because calls of the rank can block."""
+    watchdogs = []
+    of_groups = []
+    start_thread = ddp_watchdog.Watchdog.start
+    join_group = dist.init_process_group
+
+    def start(watchdog: ddp_watchdog.Watchdog) -> None:
+        watchdogs.append(watchdog)
+        start_thread(watchdog)
+
+    def init_process_group(backend: str, **options: Any) -> None:
+        of_groups.append(options)
+        join_group(backend, **options)
+
+    under_torchrun.setattr(ddp_watchdog.Watchdog, "start", start)
+    under_torchrun.setattr(dist, "init_process_group", init_process_group)
+    limits = ddp_setup.DDPConfig(startup_timeout_s=40, timeout_s=3)
+    with restored_process():
+        ddp = ddp_setup.setup(ddp_setup.Distributed(limits))
+        ddp.close()
+    assert [options["timeout"] for options in of_groups] == [timedelta(seconds=43)]
+    (watchdog,) = watchdogs
+    assert watchdog.patience == math.inf and watchdog.store is not ddp.store
 
 
 def raise_it(error: BaseException) -> None:

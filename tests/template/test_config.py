@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import os
 import re
 import sys
@@ -33,7 +34,7 @@ class OptimConfig(Options):
     cap: float = 0.0
     floor: int = field(default=0, metadata={"min": 0, "resume": "fixed"})
     names: list[str] = field(default_factory=list)
-    ends: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    ends: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata={"min": -1})
     factors: dict[str, float] = field(default_factory=dict)
     kind: Literal["sum", "mean"] = "sum"
     count: int = 5
@@ -76,7 +77,7 @@ def test_help_lists_every_option(capsys, monkeypatch):
 
 def test_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("optim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\nddp:\n")  # an empty section
+    path.write_text("ddp:\noptim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\n")  # an empty section
     arguments = ["optim.epochs=9", "--config", str(path), "run.name=5", "data.undirected=true"]
     options = load(*arguments, "ddp.device_ids=[2, 0]")
     assert (options.optim.lr, options.optim.epochs, options.run.name) == (0.01, 9, "5")
@@ -204,7 +205,8 @@ def test_an_added_option_has_its_type_from_the_command_line_and_from_a_file(
         ("floor=0.5", "optim.floor must be int >= 0, not 0.5"),
         ("names=a", "optim.names must be list[str], not 'a'"),
         ("names=[a, 1]", "optim.names must be list[str], not ['a', 1]"),
-        ("ends=[0, x]", "optim.ends must be list[float], not [0, 'x']"),
+        ("ends=[0, x]", "optim.ends must be list[float] >= -1, not [0, 'x']"),
+        ("ends=[0, -2]", "optim.ends must be list[float] >= -1, not [0, -2]"),
         ("kind=max", "optim.kind must be sum or mean, not 'max'"),
         ("limit=-3", "optim.limit must be float >= -2.5 and <= 0, not -3"),
         ("most=9", "optim.most must be int <= 8, not 9"),
@@ -256,6 +258,24 @@ def test_the_rule_of_an_added_option_is_in_its_metadata_or_is_noted(added):
     rules = {key: option.metadata["resume"] for key, option in config.all_options().items()}
     assert (rules["optim.cap"], rules["optim.floor"]) == ("noted", "fixed")
     assert (rules["optim.limit"], rules["optim.most"]) == ("noted", "free")
+
+
+def test_options_that_a_prediction_accepts_are_free_or_have_their_defaults():
+    changed = load("model.hidden=8", "optim.lr=0.5", "ddp.timeout_s=9")
+    assert set(load().free_options()) - set(changed.free_options()) == {"model.hidden", "optim.lr"}
+
+
+# ---- The console ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(("rank", "local_rank"), [("0", "0"), ("2", "0"), ("1", "1")])
+def test_only_rank_0_of_the_job_prints_its_log_and_errors_are_printed_elsewhere(
+    monkeypatch, capsys, rank, local_rank
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with config.restored_process():
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            logging.getLogger("any").log(level, f"level {level}")
+    assert capsys.readouterr().out == ("level 20\nlevel 30\n" if rank == "0" else "")
 
 
 # ---- Wrong options -------------------------------------------------------------------------------

@@ -4,10 +4,16 @@ import contextlib
 import errno
 import os
 import signal
+import subprocess
+import sys
 
+import pytest
+import torch.distributed as dist
 from torch.distributed import DistBackendError
 
-from ddp_ends import StopRequest, explain_failure
+from ddp_ends import StopRequest, explain_failure, report_error
+from errors import UserError
+from tests.template.fixtures import ROOT
 
 
 def test_stop_requests_have_reasons(tmp_path, monkeypatch):
@@ -25,6 +31,26 @@ def test_stop_requests_have_reasons(tmp_path, monkeypatch):
             stop = StopRequest(tmp_path / "STOP", cleanup)
             os.kill(os.getpid(), signal.Signals[name])
             assert StopRequest.REASONS[stop.code()] == name
+
+
+def test_only_a_second_ctrl_c_interrupts_a_run(tmp_path):
+    """A scheduler may repeat SIGTERM, and a run that has received SIGTERM still saves its state."""
+    with contextlib.ExitStack() as cleanup:
+        stop = StopRequest(tmp_path / "STOP", cleanup)
+        for name in ("SIGTERM", "SIGTERM", "SIGINT"):
+            os.kill(os.getpid(), signal.Signals[name])
+            assert StopRequest.REASONS[stop.code()] == name
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_stops_after_the_exit_of_torchrun_but_not_of_another_parent(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with contextlib.ExitStack() as cleanup:
+        stop = StopRequest(tmp_path / "STOP", cleanup)
+        assert not stop.code()  # for example, with nohup
+        monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+        assert StopRequest.REASONS[stop.code()] == "torchrun exited"
 
 
 def test_an_empty_variable_stop_file_is_ignored(tmp_path, monkeypatch):
@@ -56,6 +82,40 @@ def test_the_reason_of_an_nccl_error_is_its_last_error():
     error = DistBackendError(f"NCCL error\nncclRemoteError: lost\nLast error:\n{'closed ' * 50}")
     assert "another rank was killed" in explain_failure(error, 1)[1]
     assert "closed closed): see" in explain_failure(error, 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        # The allocators of the GPU and of the CPU write these messages.
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), "allocating 2.00 GiB: "),
+        (RuntimeError("you tried to allocate 64 bytes."), "allocating 64 bytes: "),
+        (RuntimeError("[/x/gloo/pair.cc:1] closed"), "another rank was killed"),
+        (UserError("cannot read \udcff.tsv"), "cannot read \\udcff.tsv"),
+    ],
+)
+def test_the_message_of_an_expected_failure_has_no_traceback(error, expected):
+    trace, reason = explain_failure(error, 1)
+    assert trace == "" and expected in reason
+
+
+def test_an_error_of_another_rank_is_only_logged(caplog, capsys):
+    report_error("error: a reason", is_printed=False)
+    assert caplog.messages == ["error: a reason"] and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"), [({}, "printed\nshutdown\n"), ({"WORLD_SIZE": "1"}, "printed\n")]
+)
+def test_a_failed_process_prints_its_output_and_skips_shutdown_under_torchrun(variables, expected):
+    inherited = os.environ.keys() - {"WORLD_SIZE", "PYTHONUNBUFFERED"}
+    environment = {name: os.environ[name] for name in inherited} | {"PYTHONPATH": str(ROOT)}
+    code = "import atexit, ddp_ends; atexit.register(print, 'shutdown'); print('printed')"
+    command = [sys.executable, "-c", f"{code}; ddp_ends.end_process(3)"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment | variables, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (3, expected)
 
 
 def test_under_nohup_sighup_does_not_stop_a_run(tmp_path):

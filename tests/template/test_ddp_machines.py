@@ -2,7 +2,9 @@
 
 import contextlib
 import socket
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,7 +53,7 @@ def _at_most_three_waits(monkeypatch):
     [
         ("2", "", "600", "NNODES=2 needs RDZV=host:port, not ''"),
         ("1:2", "alpha", "600", "NNODES=1:2 needs RDZV=host:port, not 'alpha'"),
-        ("2", "a:99999", "600", "NNODES=2 needs RDZV=host:port, not 'a:99999': .* 1 to 65535"),
+        ("2", "a:65536", "600", "NNODES=2 needs RDZV=host:port, not 'a:65536': .* 1 to 65535"),
         ("2", "a:0", "600", "NNODES=2 needs RDZV=host:port, not 'a:0': .* 1 to 65535"),
         ("2", "[::1]:29500", "600", r".* not '\[::1\]:29500': .* host name or IPv4 address"),
         ("2", "::1", "600", ".* not '::1': .* host name or IPv4 address"),
@@ -67,6 +69,18 @@ def test_a_host_without_an_address_is_an_error():
     for host in ("none.invalid", "x" * 70):
         with pytest.raises(SystemExit, match=rf"^error: RDZV: cannot resolve .*{host}"):
             find_meeting(f"{host}:1", 600)
+
+
+def test_only_rank_0_prints_the_results_of_the_preflight(capsys):
+    for rank in (0, 2):  # rank 2 is the first rank of the second machine
+        ddp_machines.report(SimpleNamespace(rank=rank, local_rank=0), "sum", f"of rank {rank}")
+    assert capsys.readouterr().out.split() == ["OK", "sum", "of", "rank", "0"]
+
+
+def test_the_preflight_waits_half_a_minute_for_missing_machines(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ddp_machines.py"])
+    monkeypatch.setattr(ddp_machines, "run", lambda program, options: options.startup_timeout_s)
+    assert ddp_machines.main() == 30
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

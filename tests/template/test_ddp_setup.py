@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_setup
+import ddp_threads
 from ddp_ends import Heartbeat, StopRequest
 from ddp_setup import DDPConfig, Distributed
 from errors import UserError
@@ -111,6 +113,31 @@ def test_a_scheduler_may_expose_one_gpu_to_each_process(workers):
     workers(2, "own_gpu")
 
 
+def test_a_rank_of_the_second_machine_gets_its_own_gpu_and_threads(monkeypatch):
+    """Eight ranks are on two machines with four GPUs each."""
+    variables = {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    of_gpu = SimpleNamespace(uuid="a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_gpu)
+    monkeypatch.setattr(ddp_threads, "set_threads", lambda processes: f"of {processes}")
+
+    def join_no_group(ddp: Distributed) -> None:
+        ddp.store = dist.HashStore()
+        ddp.is_distributed = False
+
+    monkeypatch.setattr(ddp_setup, "join_group", join_no_group)
+    ddp = ddp_setup.setup(Distributed(DDPConfig(device_ids=[3, 2, 1, 0])))
+    assert (ddp.device, ddp.device_ids) == (torch.device("cuda", 2), [2])
+    assert ddp.threads.endswith("(of 4)")
+    with pytest.raises(UserError, match=r"has 4 GPUs for 4 processes .*device_ids=\[3, 2, 1, 4\]"):
+        ddp_setup.setup(Distributed(DDPConfig(device_ids=[3, 2, 1, 4])))
+
+
 def test_an_error_lists_the_option_that_differs_between_ranks(train):
     result = train(2, fault="other_option_on_rank_1:optim.lr=0.5")
     assert result.returncode == 2
@@ -182,6 +209,7 @@ class SimulatedRanks:
             self.agreements.append((self.members[0].heartbeat.step, end))
 
             def reduce(values: torch.Tensor, op: object) -> torch.Tensor:
+                assert op == dist.ReduceOp.MAX
                 self.now = end
                 return torch.stack(proposals).amax(dim=0)
 

@@ -51,7 +51,7 @@ def test_a_system_without_proc_has_no_quota(tmp_path):
     ("bound", "limits", "processes", "expected"),
     [
         (64, [], 4, (16, "64 CPUs for 4 processes")),
-        (64, [7.9, 12.0], 2, (3, "a CPU quota of 7.9 for 2 processes")),
+        (64, [12.0, 7.9], 2, (3, "a CPU quota of 7.9 for 2 processes")),
         (2, [3.0], 1, (2, "2 CPUs")),
         (2, [0.5], 1, (1, "a CPU quota of 0.5")),
         (2, [], 8, (1, "2 CPUs for 8 processes")),
@@ -91,6 +91,7 @@ def test_threads_are_set_unless_the_user_has_set_them(monkeypatch):
     [
         ({}, ""),
         ({"CUDA_VISIBLE_DEVICES": "-1", "SLURM_JOB_GPUS": "0"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_JOB_GPUS": "0"}, ""),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
         ({"CUDA_VISIBLE_DEVICES": "MIG-5f1c"}, "CUDA_VISIBLE_DEVICES=MIG-5f1c"),
         ({"SLURM_JOB_GPUS": "2"}, "SLURM_JOB_GPUS=2"),

@@ -198,6 +198,10 @@ def test_a_single_process_without_torchrun_has_no_watchdog():
         ddp.close()
 
 
+def test_a_rank_that_hangs_after_sigterm_ends_before_torchrun_kills_it():
+    assert ddp_watchdog.SIGTERM_S < 20  # torchrun sends SIGKILL after 30 s
+
+
 def test_sigterm_is_detected_without_running_its_handler(monkeypatch):
     pipe = os.pipe()
     monkeypatch.setattr(os, "pipe", lambda: pipe)
