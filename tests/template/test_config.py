@@ -77,10 +77,10 @@ def test_help_lists_every_option(capsys, monkeypatch):
 
 def test_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("ddp:\noptim: {lr: 1e-2, epochs: 7}\nrun: {name: mine}\n")  # an empty section
+    path.write_text("ddp:\noptim: {lr: 2e-2, epochs: 7}\nrun: {name: mine}\n")  # an empty section
     arguments = ["optim.epochs=9", "--config", str(path), "run.name=5", "data.undirected=true"]
     options = load(*arguments, "ddp.device_ids=[2, 0]")
-    assert (options.optim.lr, options.optim.epochs, options.run.name) == (0.01, 9, "5")
+    assert (options.optim.lr, options.optim.epochs, options.run.name) == (0.02, 9, "5")
     assert options.data.undirected is True
     assert options.ddp.device_ids == [2, 0]
     assert options.model == Config().model
