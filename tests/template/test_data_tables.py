@@ -87,7 +87,7 @@ def test_data_scores_selects_score_columns_and_leaves_out_other_columns(tmp_path
     assert tables.y.tolist() == [[2], [4], [6]]
     assert tables.left_out == ["drug", "a"]
     assert summary_of(tables).endswith("; unused columns: drug, a")
-    assert load(replace(options, scores=["b", "a"])).y[0].tolist() == [2, 1]
+    assert load(replace(options, scores=["b", "a", "b"])).y[0].tolist() == [2, 1]
     message = r"scores\.tsv:1: data\.scores=.* the score columns \['drug', 'a', 'b'\]"
     for wrong in (["c"], [["b"]], ["split"], [1]):
         with pytest.raises(DataError, match=message):
