@@ -1,7 +1,7 @@
 """Compares rules that choose the best model of a run: Pearson's r on test rows.
 
     python -m tests.bench.choices train TABLE [--config FILE] [--seeds 0 1 ...]
-        [--val-fractions 0.1 ...] [--decay 0.99] [section.key=value ...]
+        [--val-fractions 0.1 ...] [--ema 2] [section.key=value ...]
     python -m tests.bench.choices report [TABLE ...]
 
 `train` trains a run for each seed and each value of data.val_fraction. TABLE is a name of your
@@ -48,18 +48,24 @@ Run = dict[str, list[dict[str, dict]]]
 
 
 # ---- Training ------------------------------------------------------------------------------------
-def record(files: list[str], overrides: list[str], decay: float, path: Path) -> None:
-    """Trains a run, and writes its validations and its predictions of test rows to a file."""
+def record(files: list[str], overrides: list[str], ema: float, path: Path) -> None:
+    """Trains a run, and writes its validations and its predictions of test rows to a file.
+
+    `ema` is the number of epochs over which the parameters are averaged, as in the recipe ema.
+    """
     config = load_config(files, overrides)
     epochs = []
     averages = []
     test_rows = {}
+    num_rows = {}
     of_train = {name: getattr(train, name) for name in ("validate", "update_parameters")}
 
     def update_parameters(state: TrainState, clip: float) -> Tensor:
         norm_and_scale = of_train["update_parameters"](state, clip)
         if not averages:
-            averages.append(AveragedModel(state.model, multi_avg_fn=get_ema_multi_avg_fn(decay)))
+            num_averaged = ema * math.ceil(num_rows["train"] / config.data.batch_size)  # in steps
+            average = get_ema_multi_avg_fn(num_averaged / (1 + num_averaged))
+            averages.append(AveragedModel(state.model, multi_avg_fn=average))
         averages[0].update_parameters(state.model)
         return norm_and_scale
 
@@ -71,6 +77,7 @@ def record(files: list[str], overrides: list[str], decay: float, path: Path) -> 
         if averages:
             models["average"] = averages[0].module
         epochs.append({name: observed(model, task, ddp) for name, model in models.items()})
+        num_rows["train"] = len(task.rows("train"))
         rows = task.rows("test")
         test_rows.update(row=rows, y=task.tables.y[rows])
 
@@ -252,7 +259,7 @@ def main() -> None:
     parser.add_argument("--config", action="append", default=[], metavar="FILE")
     parser.add_argument("--seeds", nargs="+", type=int, default=range(10), metavar="SEED")
     parser.add_argument("--val-fractions", nargs="+", type=float, default=FRACTIONS)
-    parser.add_argument("--decay", type=float, default=0.99, help="decay of the moving average")
+    parser.add_argument("--ema", type=float, default=2.0, help="number of averaged epochs")
     parser.add_argument("--dir", type=Path, default=Path("runs/choices"))
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the tables to it")
     options = parser.parse_intermixed_args()
@@ -272,7 +279,7 @@ def main() -> None:
                 where = [f"run.dir={folder}", f"run.name={path.stem}"]
                 # The validations of an interrupted run are lost, so it starts again.
                 shutil.rmtree(folder / path.stem, ignore_errors=True)
-                record(options.config, [*overrides, *of_run, *where], options.decay, path)
+                record(options.config, [*overrides, *of_run, *where], options.ema, path)
 
 
 if __name__ == "__main__":

@@ -447,7 +447,7 @@ def test_plateau(copy, tables):
 
 def test_ema(copy, tables, tmp_path):
     """The average is validated, tested and used for predictions, also in a resumed run."""
-    options = ["optim.epochs=3", "optim.lr=0.05", "optim.ema=0.9", "model.dropout=0.1"]
+    options = ["optim.epochs=3", "optim.lr=0.05", "model.dropout=0.1"]
     saves = ["checkpoint.every_steps=4", "checkpoint.keep_last=99"]
     adapt(copy, "ema", [*tables, *options, *saves])
     whole, rows = train(copy, name="whole")
