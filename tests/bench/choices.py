@@ -13,7 +13,8 @@ parameters. These additional evaluations do not change the run.
 with the first one, which is the rule of train.py, on the same test rows. The difference of a table
 is the mean over its runs, with its standard error. The last row of a rule is the mean over tables.
 
-After an interruption, the same command continues. Runs that exist in `--dir` are not trained again.
+After an interruption, the same command continues. Runs that exist in `--dir` are not trained again,
+even if the options are different: for other options, choose another TABLE.
 """
 
 import argparse

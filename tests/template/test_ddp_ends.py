@@ -46,6 +46,7 @@ def test_only_a_second_ctrl_c_interrupts_a_run(tmp_path):
 
 def test_a_run_stops_after_the_exit_of_torchrun_but_not_of_another_parent(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: False)
     with contextlib.ExitStack() as cleanup:
         stop = StopRequest(tmp_path / "STOP", cleanup)
         assert not stop.code()  # for example, with nohup
